@@ -1,0 +1,113 @@
+"""Checkpoints: every so many steps or epochs, the last few, and the best."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer import Callback, CheckpointFolder, DDPTrainer
+
+_log = logging.getLogger("callbacks")
+
+
+class Checkpoint(Callback):
+    """Writes ``step-00000042.pt`` into `folder` on rank 0, whole or not at all; `fit(resume_from=folder)` continues from it.
+
+    A file is due every `every_steps` optimizer steps, every `every_epochs` epochs (the conditions add up; None switches one off),
+    and always after the last step of a run. The newest `keep_last` files stay; an older one goes only after the new one is safe.
+
+    With `monitor`, a key of the evaluation, the best one so far is kept as ``best.pt`` besides, written after the evaluation that
+    reached it. `mode`: "min" or "max". Ties and NaN are not better.
+
+    Raises TypeError or ValueError for arguments out of range; at the start of `fit`, FileExistsError when a fresh run would write
+    into a folder that already holds a run's checkpoints; OSError when a file cannot be written, which ends the run.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every_steps: int | None = None,
+        every_epochs: int | None = 1,
+        keep_last: int = 3,
+        monitor: str | None = None,
+        mode: str = "min",
+    ) -> None:
+        for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs), ("keep_last", keep_last)):
+            if value is None and name != "keep_last":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an int; found {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be 1 or more; found {value}")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
+        self._files = CheckpointFolder(folder)
+        self._every_steps = every_steps
+        self._every_epochs = every_epochs
+        self._keep_last = keep_last
+        self._monitor = monitor
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._best = math.inf
+        self._is_best = False
+        self._warned = False
+
+    @property
+    def best_path(self) -> Path:
+        """Where the best checkpoint is kept: ``best.pt`` in the folder."""
+        return self._files.folder / "best.pt"
+
+    def on_fit_start(self, trainer: DDPTrainer) -> None:
+        self._files.folder.mkdir(parents=True, exist_ok=True)
+        if trainer.state.step == 0 and (found := self._files.steps()):
+            raise FileExistsError(
+                f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}): continue it with "
+                f"fit(resume_from={str(self._files.folder)!r}), or give the new run another folder"
+            )
+        self._files.sweep()
+        self._is_best = False
+
+    def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        if self._monitor is None:
+            return
+        if self._monitor not in metrics:
+            raise KeyError(f"Checkpoint: monitor={self._monitor!r} is not a key of the evaluation: {', '.join(sorted(metrics))}")
+        value = self._sign * metrics[self._monitor]
+        if math.isnan(value) and not self._warned:
+            _log.warning("Checkpoint: %s is NaN at step %d, which is never the best", self._monitor, trainer.state.step)
+            self._warned = True
+        if value < self._best:
+            self._best, self._is_best = value, True
+
+    def on_safe_point(self, trainer: DDPTrainer) -> None:
+        state = trainer.state
+        due = (
+            state.stop_reason is not None
+            or state.step == trainer.total_steps
+            or (self._every_steps is not None and state.step % self._every_steps == 0)
+            or (self._every_epochs is not None and state.epoch_samples == 0 and state.epoch % self._every_epochs == 0)
+        )
+        if not due and not self._is_best:
+            return
+        content = trainer.state_dict()
+        if due:
+            self._files.write(f"step-{state.step:08d}.pt", content)
+            self._retire(state.step)
+        if self._is_best:
+            self._is_best = False
+            self._files.write("best.pt", content)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best = state["best"]
+
+    def _retire(self, newest: int) -> None:
+        """Remove what is older than the last few, and what a run that was abandoned for this one had written beyond it."""
+        steps = self._files.steps()
+        current = [step for step in steps if step <= newest]
+        for step in set(steps) - set(current[-self._keep_last :]):
+            steps[step].unlink(missing_ok=True)

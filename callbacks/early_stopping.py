@@ -1,0 +1,84 @@
+"""Ends a run that no longer gets better."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from trainer import Callback, DDPTrainer
+
+
+class EarlyStopping(Callback):
+    """Asks the trainer to stop at the `patience`-th evaluation in a row that brought no improvement.
+
+    - `monitor`: a key of the evaluation; with several evaluation sets ``name/key``. An unknown one is a ValueError at
+      the first evaluation.
+    - `patience`: evaluations, 1 or more.
+    - `mode`: "min" when smaller is better, "max" when larger is.
+    - `min_delta`: only a value better than the best so far by more than this is an improvement; in the metric's unit,
+      0 or more.
+
+    A tie is no improvement, and neither is NaN, of which one RuntimeWarning is given. The best value and the count are
+    part of a checkpoint. The weights stay those of the last step: the best ones are in `Checkpoint`'s ``best.pt``.
+
+    Raises TypeError and ValueError for unusable arguments.
+    """
+
+    def __init__(self, monitor: str, patience: int, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
+        if not isinstance(monitor, str):
+            raise TypeError(f"monitor must be a key of the evaluation; found {monitor!r}")
+        if isinstance(patience, bool) or not isinstance(patience, int):
+            raise TypeError(f"patience must be an int, a number of evaluations; found {patience!r}")
+        if patience < 1:
+            raise ValueError(f"patience must be 1 or more; found {patience}")
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
+        if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)):
+            raise TypeError(f"min_delta must be a number; found {min_delta!r}")
+        if not 0 <= min_delta < math.inf:
+            raise ValueError(f"min_delta must be finite and 0 or more; found {min_delta}")
+        self.monitor = monitor
+        self.patience = patience
+        self.mode = mode
+        self.min_delta = float(min_delta)
+        self.best = math.inf if mode == "min" else -math.inf
+        """The best value so far."""
+        self.count = 0
+        """Evaluations in a row without improvement."""
+        self._warned = False
+
+    def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        if self.monitor not in metrics:
+            raise ValueError(
+                f"EarlyStopping monitors {self.monitor!r}, which is no key of the evaluation: it has "
+                f"{', '.join(map(repr, metrics))}"
+            )
+        value = metrics[self.monitor]
+        if self._improves(value):
+            self.best, self.count = value, 0
+            return
+        if math.isnan(value) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.monitor} is NaN in the evaluation at step {trainer.state.step}; EarlyStopping counts that as "
+                "no improvement",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.count += 1
+        if self.count >= self.patience:
+            trainer.stop(f"{self.monitor} has not improved on {self.best:g} in {self.count} evaluations")
+
+    def _improves(self, value: float) -> bool:
+        # False for NaN: every comparison with it is.
+        if self.mode == "min":
+            return value < self.best - self.min_delta
+        return value > self.best + self.min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.count = float(state["best"]), int(state["count"])

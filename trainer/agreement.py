@@ -1,0 +1,60 @@
+"""Stopping together: any rank may wish it, all ranks leave after the same step."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from .world import World
+
+_PERIOD = 2.0  # seconds within which a wish is heard, where reports are further apart
+
+
+class StopAgreement:
+    """Carries a rank's wish to stop to all ranks, at steps that all ranks know in advance.
+
+    A message is due at step 1 and wherever the loop settles something anyway (reports, evaluations, epoch ends); where those
+    are far apart, each message also fixes after how many steps the next one comes: about two seconds by rank 0's clock,
+    because the ranks' own clocks differ. In a world of one process there is no message.
+    """
+
+    def __init__(self, world: World, log_every: int) -> None:
+        self._world = world
+        self._log_every = log_every
+        self._is_open = False
+
+    def open(self, step: int) -> None:
+        """Start listening to wishes, after `step` steps."""
+        self._is_open = True
+        self._wish: str | None = None
+        self._last_step, self._last_time = step, time.monotonic()
+        self._next_step = step + 1
+
+    def close(self) -> None:
+        self._is_open = False
+
+    def ask(self, reason: str) -> None:
+        """This rank wishes to stop; the first reason stays. Ignored unless open."""
+        if self._is_open:
+            self._wish = self._wish or reason
+
+    def settle(self, step: int, due: bool) -> str | None:
+        """Called on every rank after each step: the reason to stop now, the same on all ranks; of several the lowest rank's."""
+        if self._world.size == 1:
+            return self._wish
+        if not due and step < self._next_step:
+            return None
+        wishes, interval = self._world.sum(self._message(step)).tolist()
+        self._last_step, self._last_time = step, time.monotonic()
+        self._next_step = step + int(interval)
+        if not wishes:
+            return None
+        return next(reason for reason in self._world.gather(self._wish) if reason is not None)
+
+    def _message(self, step: int) -> torch.Tensor:
+        """How many ranks wish to stop, and (from rank 0 alone) the steps to the next message."""
+        pace = (time.monotonic() - self._last_time) / max(step - self._last_step, 1)
+        interval = max(1, min(self._log_every, int(_PERIOD / max(pace, 1e-9))))
+        values = [float(self._wish is not None), float(interval) if self._world.is_main else 0.0]
+        return torch.tensor(values, dtype=torch.float64, device=self._world.device)

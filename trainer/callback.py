@@ -1,0 +1,134 @@
+"""The hooks, and the dispatcher that calls them on rank 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from .ddp_trainer import DDPTrainer
+
+_log = logging.getLogger("trainer")
+
+
+class Callback:
+    """Watches a run from global rank 0; override the hooks you need.
+
+    Every hook is called on rank 0 only, after the counters of ``trainer.state`` have advanced. What it receives is already
+    reduced over all ranks, so a hook needs no communication, and may not start any: `fit`, `evaluate`, `close` and every
+    collective of `World` raise RuntimeError inside one. A hook watches; what changes the model belongs into the overridable
+    methods of the trainer, which run on every rank. The other ranks wait while a hook works, so keep it short.
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique within a trainer; the key of this callback's state in a checkpoint. The class name unless assigned."""
+        name: str = self.__dict__.get("_name", type(self).__name__)
+        return name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self.__dict__["_name"] = name
+
+    def on_fit_start(self, trainer: DDPTrainer) -> None:
+        """Once per `fit`, after a checkpoint was restored and before the first step."""
+
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        """After every optimizer step. `metrics` is empty except at reports, every ``log_every`` steps."""
+
+    def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        """After each evaluation that `fit` runs (not after a direct call of `evaluate`)."""
+
+    def on_epoch_end(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        """After the last step of an epoch; means over the epoch's samples. Not for an epoch that was cut short."""
+
+    def on_safe_point(self, trainer: DDPTrainer) -> None:
+        """Once per step, last of all: everything is settled. The only place to write a checkpoint."""
+
+    def on_fit_end(self, trainer: DDPTrainer) -> None:
+        """Once, when `fit` ends: as planned or stopped, but not after an error."""
+
+    def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+        """When `fit` ends with an error: close files here. Nothing may communicate any more."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this callback remembers, as plain values and tensors; saved in each checkpoint."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, before `on_fit_start`."""
+
+
+class HookGuard(Protocol):
+    """Who is told which hook is running (`World`, which then refuses to communicate)."""
+
+    running_hook: str | None
+
+
+class Dispatcher:
+    """Calls the callbacks, in the order given; on ranks other than 0 it holds none.
+
+    Raises (on every rank) TypeError for what is no `Callback`, ValueError for a name used twice.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], guard: HookGuard, active: bool) -> None:
+        names: set[str] = set()
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(f"callbacks must be instances of trainer.Callback; found {callback!r}")
+            if callback.name in names:
+                raise ValueError(
+                    f"two callbacks are named {callback.name!r}: give one another name, as in callback.name = "
+                    f"'{callback.name} 2' (the name is the key of its state in a checkpoint)"
+                )
+            names.add(callback.name)
+        self._names = names
+        self._callbacks = list(callbacks) if active else []
+        self._guard = guard
+
+    def on_fit_start(self, trainer: DDPTrainer) -> None:
+        self._run("on_fit_start", lambda callback: callback.on_fit_start(trainer))
+
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        self._run("on_step", lambda callback: callback.on_step(trainer, metrics))
+
+    def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        self._run("on_eval", lambda callback: callback.on_eval(trainer, metrics))
+
+    def on_epoch_end(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        self._run("on_epoch_end", lambda callback: callback.on_epoch_end(trainer, metrics))
+
+    def on_safe_point(self, trainer: DDPTrainer) -> None:
+        self._run("on_safe_point", lambda callback: callback.on_safe_point(trainer))
+
+    def on_fit_end(self, trainer: DDPTrainer) -> None:
+        self._run("on_fit_end", lambda callback: callback.on_fit_end(trainer))
+
+    def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+        def close(callback: Callback) -> None:  # every callback gets to close its files, whatever the others do
+            try:
+                callback.on_exception(trainer, error)
+            except Exception:
+                _log.exception("%s.on_exception failed too, after %r", callback.name, error)
+
+        self._run("on_exception", close)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {callback.name: callback.state_dict() for callback in self._callbacks}
+
+    def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
+        for callback in self._callbacks:
+            if callback.name in state:
+                callback.load_state_dict(state[callback.name])
+        unknown = sorted(set(state) - self._names)
+        if unknown:
+            _log.warning("ignored the checkpoint's state of callbacks that this trainer has not: %s", ", ".join(unknown))
+
+    def _run(self, hook: str, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            self._guard.running_hook = f"{callback.name}.{hook}"
+            try:
+                call(callback)
+            finally:
+                self._guard.running_hook = None

@@ -1,0 +1,44 @@
+"""A fingerprint of the parameters, cheap enough to be compared over the ranks at every report."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS, _BITS = 3, 20  # of the fingerprint that travel, and the bits of each: their squares are exact in float64
+
+
+def per_parameter(parameters: Sequence[Tensor]) -> Tensor:
+    """The sum of each parameter's bits, read as integers: int64 of shape (len(parameters),), on their device.
+
+    It wraps, and changes with every single bit.
+    """
+    sums = []
+    for parameter in parameters:
+        bits = parameter.detach()
+        bits = torch.view_as_real(bits) if bits.is_complex() else bits
+        sums.append(bits.view(_INTEGERS[bits.element_size()]).sum(dtype=torch.int64))
+    return torch.stack(sums)
+
+
+def words(parameters: Sequence[Tensor]) -> Tensor:
+    """The fingerprint w as three 20-bit words and their squares: float64 of shape (6,), made to be summed over ranks."""
+    numbers = random.Random(len(parameters))
+    odd = [numbers.getrandbits(62) | 1 for _ in parameters]  # so that parameters swapping their values are noticed
+    sums = per_parameter(parameters)
+    total = (sums * torch.tensor(odd, device=sums.device)).sum()
+    parts = torch.stack([(total >> (_BITS * place)) & ((1 << _BITS) - 1) for place in range(_WORDS)]).double()
+    return torch.cat([parts, parts * parts])
+
+
+WIDTH = 2 * _WORDS
+
+
+def all_equal(summed: Sequence[float], world_size: int) -> bool:
+    """Whether `words` summed over the ranks came from equal ones: W * sum(w^2) = (sum w)^2 holds then only (Cauchy-Schwarz)."""
+    sums, squares = summed[:_WORDS], summed[_WORDS:]
+    return all(world_size * int(square) == int(total) ** 2 for total, square in zip(sums, squares, strict=True))

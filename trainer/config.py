@@ -1,0 +1,108 @@
+"""Every knob of a run that is a plain value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Schedule = Literal["step", "epoch", "eval"]
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The plain values a run is made of. Equal on every rank.
+
+    Raises TypeError for a value of the wrong type and ValueError for one out of range, naming field and value.
+    """
+
+    epochs: int | None = None
+    """Passes over the data, 1 or more. None: 1, or no limit when `max_steps` is given. With both, whichever comes first."""
+    max_steps: int | None = None
+    """Optimizer steps after which the run ends, 1 or more."""
+    batch_size: int = 32
+    """Samples per rank and micro-batch: the memory knob."""
+    accumulation_steps: int = 1
+    """Micro-batches per rank and optimizer step. The global batch is world size x batch_size x accumulation_steps."""
+    global_batch_size: int | None = None
+    """Samples per optimizer step over all ranks: the training knob. When given, each rank takes its share of them in as many
+    micro-batches of at most `batch_size` as that needs, at any world size, dividing or not."""
+    eval_batch_size: int | None = None
+    """Samples per rank and batch in evaluation. None: `batch_size`."""
+    eval_every: int | None = None
+    """Steps between evaluations. None: at each epoch's end and at the planned end of the run."""
+    log_every: int = 10
+    """Steps between reports; the planned last step reports too."""
+    schedule: Schedule = "step"
+    """When the scheduler moves: after every optimizer step, every epoch, or every evaluation that `fit` runs. "eval" gives
+    the value of `monitor` to a ReduceLROnPlateau."""
+    monitor: str = "loss"
+    """The key of the evaluation that `schedule="eval"` follows; with several evaluation sets `name/key`."""
+    max_grad_norm: float | None = None
+    """Gradients are scaled down to this L2 norm (over all parameters, of the whole window's gradient), above 0."""
+    shuffle: bool = True
+    """A new order each epoch, a function of seed and epoch alone. False: the order of the dataset."""
+    drop_last: bool = False
+    """Leave out an epoch's last window when it is shorter than the global batch."""
+    seed: int | None = 0
+    """0 or more. Every random number of the run follows from it. None: the trainer touches no random state, rank 0 draws the
+    order's seed once, and a resumed run is not exact."""
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for `torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters``."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulation_steps", "log_every"):
+            self._check_count(name)
+        for name in ("epochs", "max_steps", "global_batch_size", "eval_batch_size", "eval_every"):
+            self._check_count(name, optional=True)
+        self._check_count("seed", optional=True, least=0)
+        for name in ("shuffle", "drop_last"):
+            self._check_type(name, bool, "True or False")
+        self._check_type("monitor", str, "a key of the evaluation")
+        self._check_type("ddp_options", Mapping, "a mapping of DistributedDataParallel's keyword arguments")
+        if self.schedule not in get_args(Schedule):
+            raise ValueError(f"schedule must be one of {', '.join(map(repr, get_args(Schedule)))}; found {self.schedule!r}")
+        if self.max_grad_norm is not None:
+            if isinstance(self.max_grad_norm, bool) or not isinstance(self.max_grad_norm, (int, float)):
+                raise TypeError(f"max_grad_norm must be a number above 0 or None; found {self.max_grad_norm!r}")
+            if not self.max_grad_norm > 0:
+                raise ValueError(f"max_grad_norm must be above 0 (None switches clipping off); found {self.max_grad_norm!r}")
+        if self.global_batch_size is not None and self.accumulation_steps != 1:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} and accumulation_steps={self.accumulation_steps} exclude each "
+                "other: with global_batch_size the accumulation is derived; leave accumulation_steps at 1"
+            )
+        if self.ddp_options.get("static_graph"):
+            raise ValueError(
+                "ddp_options: static_graph=True is refused: with gradient accumulation it leaves gradients unsynchronised; "
+                "leave it out"
+            )
+
+    def window_size(self, world_size: int) -> int:
+        """Samples per optimizer step over all ranks, except in an epoch's last window."""
+        return self.global_batch_size or world_size * self.batch_size * self.accumulation_steps
+
+    def plain(self) -> dict[str, Any]:
+        """Field by field, for a checkpoint or a log; what is not a plain value becomes its text."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values["ddp_options"] = {key: _plain(value) for key, value in self.ddp_options.items()}
+        return values
+
+    def _check_count(self, name: str, optional: bool = False, least: int = 1) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int{' or None' if optional else ''}; found {value!r} ({type(value).__name__})")
+        if value < least:
+            raise ValueError(f"{name} must be {least} or more{' (or None)' if optional else ''}; found {value}")
+
+    def _check_type(self, name: str, expected: type, words: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, expected):
+            raise TypeError(f"{name} must be {words}; found {value!r} ({type(value).__name__})")
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or type(value) in (bool, int, float, str) else repr(value)

@@ -1,0 +1,124 @@
+"""From positions in the order to batches on the device: fetching, seeding of samples, workers, transfer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
+
+from .order import Order
+from .randomness import mix, seed_generators
+
+LOADER_OPTIONS = frozenset(
+    "num_workers collate_fn pin_memory pin_memory_device timeout worker_init_fn multiprocessing_context generator "
+    "prefetch_factor persistent_workers".split()
+)
+"""The keyword arguments of DataLoader that `loader_options` may hold; the trainer settles the others itself."""
+
+Request = tuple[int, range, list[int]]
+"""One micro-batch to fetch: the epoch, positions in its order, and the dataset indices that stand there."""
+
+
+def requests(epoch: int, shares: Iterable[range], order: Order) -> Iterator[Request]:
+    """The micro-batches of `shares`, ready to be fetched."""
+    return ((epoch, share, order(share)) for share in shares)
+
+
+class Loader:
+    """Fetches micro-batches of a map-style dataset, in the order asked for, here or in worker processes.
+
+    `purpose` (see `randomness`) and `seed` decide the random numbers of each sample; ``seed=None`` leaves the generators alone.
+    """
+
+    def __init__(self, dataset: Dataset[Any], options: Mapping[str, Any], seed: int | None, purpose: int) -> None:
+        options = dict(options)
+        source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose)
+        if "generator" not in options:  # `iter(DataLoader)` would draw from torch's default generator
+            options["generator"] = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+        self._asked = _Requests()
+        self._loader: DataLoader[Any] = DataLoader(source, batch_size=None, sampler=self._asked, collate_fn=_unchanged, **options)
+
+    def batches(self, asked: Iterator[Request]) -> Iterator[Any]:
+        """The batches asked for, one by one. One iteration at a time."""
+        self._asked.pending = asked
+        return iter(self._loader)
+
+
+class _Requests(Sampler[Request]):
+    """What the DataLoader takes for its sampler: whatever is asked for next."""
+
+    def __init__(self) -> None:
+        self.pending: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.pending
+
+
+class _Batches(Dataset[Any]):
+    """Answers a `Request` with a collated batch; every sample is fetched under its own random numbers."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None, seed: int | None, purpose: int) -> None:
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._seed = seed
+        self._purpose = purpose
+
+    def __getitem__(self, request: Request) -> Any:
+        epoch, positions, indices = request
+        dataset: Any = self._dataset
+        while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
+            dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+        if type(dataset) is TensorDataset and self._collate is default_collate:
+            return [tensor[indices] for tensor in dataset.tensors]
+        if callable(getattr(dataset, "__getitems__", None)):  # answers whole batches: draws per batch
+            self._seed_for(epoch, positions[0])
+            return self._collate(dataset.__getitems__(indices))
+        samples = []
+        for position, index in zip(positions, indices, strict=True):
+            self._seed_for(epoch, position)
+            samples.append(dataset[index])
+        return self._collate(samples)
+
+    def _seed_for(self, epoch: int, position: int) -> None:
+        if self._seed is not None:
+            seed_generators(mix(self._purpose, self._seed, epoch, position))
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor on `device`; containers keep their types, everything else is passed through as it is.
+
+    Looks into mappings, lists, tuples, named tuples and dataclasses; an object with a method ``to`` is asked itself. Nothing is
+    changed in place. Copies from pinned memory to a GPU do not wait.
+    """
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=device.type == "cuda")
+    if callable(getattr(batch, "to", None)):  # PackedSequence, tokenizer outputs, graphs, ...
+        return batch.to(device)
+    if isinstance(batch, MutableMapping):
+        moved = copy.copy(batch)
+        for key, value in batch.items():
+            moved[key] = to_device(value, device)
+        return moved
+    if isinstance(batch, tuple):
+        values = [to_device(value, device) for value in batch]
+        return batch._make(values) if hasattr(batch, "_make") else type(batch)(values)
+    if isinstance(batch, list):
+        moved_list = copy.copy(batch)
+        moved_list[:] = [to_device(value, device) for value in batch]
+        return moved_list
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        moved_fields = copy.copy(batch)
+        for item in dataclasses.fields(batch):
+            object.__setattr__(moved_fields, item.name, to_device(getattr(batch, item.name), device))
+        return moved_fields
+    return batch

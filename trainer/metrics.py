@@ -1,0 +1,112 @@
+"""Means travel as sums and weights: `WeightedSums` collects them without ever waiting for the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Mean(NamedTuple):
+    """A mean with its own denominator, such as tokens, pixels or boxes: ``total / count`` over everything seen."""
+
+    total: Tensor
+    """0-dim: the sum over the items."""
+    count: Tensor | int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a mean
+    """How many items that is; 0 is fine."""
+
+
+StepOutput = Tensor | Mapping[str, Tensor | float | Mean]
+"""What `training_step` and `eval_step` may return."""
+
+
+def as_mapping(output: StepOutput, step: str) -> Mapping[str, Tensor | float | Mean]:
+    """A step's output as a mapping with the key ``loss``. Raises TypeError or ValueError naming what was returned."""
+    if isinstance(output, Tensor):
+        return {"loss": output}
+    if not isinstance(output, Mapping):
+        raise TypeError(f"{step} must return a loss tensor or a mapping with the key 'loss'; it returned {type(output).__name__}")
+    return output
+
+
+class WeightedSums:
+    """Sums and weights of named values on this rank, in float64 on the device (float32 where it has none).
+
+    The keys are fixed by the first `add`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._zeros = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._totals: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor | float] = {}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """In the order of the first `add`; empty before it."""
+        return tuple(self._totals)
+
+    def total(self, key: str) -> Tensor:
+        """The running sum: 0-dim, on the device; changes with every `add`."""
+        return self._totals[key]
+
+    def add(self, values: Mapping[str, Tensor | float | Mean], samples: int) -> None:
+        """Add one batch: a plain value is a mean over its `samples`, a `Mean` carries its own weight.
+
+        Raises ValueError for other keys than before, and for a tensor with more than one element.
+        """
+        if values.keys() != self._totals.keys():
+            if self._totals:
+                raise ValueError(
+                    f"a step must return the same keys every time: they were {sorted(self._totals)}, now {sorted(values)} (where "
+                    "there is no value, return a Mean with count 0)"
+                )
+            self._totals = {key: self._zeros.clone() for key in values}
+            self._counts = dict.fromkeys(values, 0.0)
+        for key, value in values.items():
+            if isinstance(value, Mean):
+                self._totals[key].add_(_scalar(value.total, key))
+                self._counts[key] = self._counts[key] + _scalar(value.count, key)
+            else:
+                self._totals[key].add_(_scalar(value, key), alpha=samples)
+                self._counts[key] += samples
+
+    def take(self, keys: tuple[str, ...]) -> Tensor:
+        """The sums of `keys`, then their weights, in one vector to be summed over ranks (zeros for unknown keys). Starts anew."""
+        zero = self._zeros
+        totals = [self._totals.get(key, zero) for key in keys]
+        counts = [torch.as_tensor(self._counts.get(key, 0.0), dtype=zero.dtype, device=zero.device) for key in keys]
+        packed = torch.stack(totals + counts)
+        for total in self._totals.values():
+            total.zero_()
+        self._counts = dict.fromkeys(self._totals, 0.0)
+        return packed
+
+
+def _scalar(value: Tensor | float, key: str) -> Tensor | float:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ValueError(f"{key!r} must be a scalar (0-dim tensor or number); found a tensor of shape {tuple(value.shape)}")
+    return value.detach().reshape(())
+
+
+def means(keys: tuple[str, ...], packed: list[float]) -> dict[str, float]:
+    """The means in a vector made by `WeightedSums.take`; NaN where the weight is 0."""
+    totals, weights = packed[: len(keys)], packed[len(keys) :]
+    return {key: total / weight if weight else math.nan for key, total, weight in zip(keys, totals, weights, strict=True)}
+
+
+def agree_on_keys(gathered: list[tuple[str, ...]], step: str) -> tuple[str, ...]:
+    """The keys of all ranks, which must be the same (a rank that had no sample has none). Raises ValueError naming them."""
+    known = {rank: keys for rank, keys in enumerate(gathered) if keys}
+    agreed = next(iter(known.values()), ())
+    for rank, keys in known.items():
+        if set(keys) != set(agreed):
+            raise ValueError(
+                f"{step} returned other keys on other ranks: {sorted(agreed)} on rank {next(iter(known))}, {sorted(keys)} on rank "
+                f"{rank}. Return the same keys on every rank (where there is no value, a Mean with count 0)"
+            )
+    return agreed

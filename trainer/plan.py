@@ -1,0 +1,62 @@
+"""Pure arithmetic: which positions of an epoch's order each rank trains on, in which window and micro-batch.
+
+Window t of an epoch is positions [t*G, (t+1)*G) of the order, G the global batch; the last may be shorter. Inside a window
+rank r takes every W-th position from the r-th on (W the world size), in micro-batches of at most B positions. So what a
+window holds depends on G alone, and shares of ranks differ by one position at most.
+
+    G = 10, W = 2, B = 2            rank 0: [0 2] [4 6] [8]        rank 1: [1 3] [5 7] [9]
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Window:
+    """The samples of one optimizer step, as one rank sees it."""
+
+    size: int
+    """Positions in the window, all ranks together."""
+    micro_batches: tuple[range, ...]
+    """This rank's positions, micro-batch by micro-batch. Empty when the window has fewer positions than ranks before it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The windows of an epoch of `samples` positions, as rank `rank` of `world_size` sees them."""
+
+    samples: int
+    window_size: int
+    batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool = False
+
+    @property
+    def epoch_samples(self) -> int:
+        """Positions trained on per epoch."""
+        return self.samples - self.samples % self.window_size if self.drop_last else self.samples
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.epoch_samples // self.window_size)
+
+    def windows(self, start: int = 0) -> Iterator[Window]:
+        """The windows from position `start` (a multiple of the window size) to the epoch's end."""
+        for first in range(start, self.epoch_samples, self.window_size):
+            stop = min(first + self.window_size, self.epoch_samples)
+            share = range(first + self.rank, stop, self.world_size)
+            yield Window(stop - first, tuple(chunks(share, self.batch_size)))
+
+    def total_steps(self, epochs: int | None, max_steps: int | None) -> int:
+        """Optimizer steps of a whole run: `epochs` passes or `max_steps`, whichever comes first (both None: one pass)."""
+        if epochs is None and max_steps is not None:
+            return max_steps
+        planned = (epochs or 1) * self.steps_per_epoch
+        return planned if max_steps is None else min(planned, max_steps)
+
+
+def chunks(share: range, size: int) -> Iterator[range]:
+    """`share` cut into pieces of `size`; the last may be shorter."""
+    for first in range(0, len(share), size):
+        yield share[first : first + size]

@@ -1,0 +1,102 @@
+"""This rank's copy of the model, kept in step with the other ranks' copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from . import checksum
+from .world import World
+
+
+class Replica:
+    """Hands out the model for each micro-batch so that every gradient travels once per window, and watches for drift."""
+
+    def __init__(self, model: nn.Module, world: World, ddp_options: Mapping[str, Any]) -> None:
+        self._model = model
+        self._world = world
+        self._options = ddp_options
+        self._wrapped = model
+        self._buffers: list[Tensor] = []
+        self._called = False
+        self._call_hook: RemovableHandle | None = None
+        self.trainable: list[nn.Parameter] = []
+        """The parameters that require a gradient, as wrapped."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All of them, frozen ones too."""
+        return list(self._model.parameters())
+
+    def refresh(self) -> None:
+        """Wrap the model, again if another set of parameters requires gradients by now. Called on every rank.
+
+        Raises ValueError when none does.
+        """
+        trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+        if list(map(id, trainable)) == list(map(id, self.trainable)):
+            return
+        self.release()
+        self._wrapped = self._world.wrap(self._model, **self._options)
+        self._call_hook = self._wrapped.register_forward_pre_hook(self._note_call)
+        self.trainable = trainable
+        if self._world.size > 1 and self._wrapped.broadcast_buffers:
+            # DDP sends rank 0's buffers at each synchronised forward, which is a window's last. Sent at its start instead,
+            # every micro-batch sees what a resumed run would see.
+            self._wrapped.broadcast_buffers = False  # type: ignore[assignment]
+            self._buffers = list(self._model.buffers())
+
+    def release(self) -> None:
+        """Let go of the wrapper; the model stays as it is."""
+        if self._call_hook is not None:
+            self._call_hook.remove()
+        self._call_hook = None
+        self._wrapped, self._buffers, self.trainable = self._model, [], []
+
+    def begin_window(self) -> None:
+        """Rank 0's buffers on every rank, once per window."""
+        self._world.broadcast_tensors(self._buffers)
+
+    def handed(self, last: bool) -> nn.Module:
+        """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
+        self._called = False
+        return self._wrapped if last else self._model
+
+    def require_call(self) -> None:
+        """Raise RuntimeError unless the model handed out last was called: without it the gradients would not be reduced."""
+        if not self._called:
+            raise RuntimeError(
+                "training_step did not call the model it was given in the window's last micro-batch, so the ranks' gradients "
+                "would not be averaged. Compute the loss from model(...), the argument, not from self.model or model.module"
+            )
+
+    def backward_zeros(self) -> None:
+        """The part in a window's reduction of a rank whose share is empty: gradients of zero, no code of the user's."""
+        self._world.backward_zeros(self._wrapped)
+
+    def fingerprint(self) -> tuple[int, ...]:
+        """Equal on all ranks as long as their parameters are, bit for bit."""
+        return tuple(checksum.per_parameter(self.parameters).tolist())
+
+    def zero_gradients(self) -> None:
+        for parameter in self.trainable:
+            parameter.grad = None
+
+    def raise_drift(self, step: int) -> None:
+        """Name the parameters that differ between the ranks in a RuntimeError, the same on every rank. Called on every rank."""
+        gathered = self._world.gather(self.fingerprint())
+        names = [name for name, _ in self._model.named_parameters()]
+        drifted = [name for name, sums in zip(names, zip(*gathered, strict=True), strict=True) if len(set(sums)) > 1]
+        raise RuntimeError(
+            f"the ranks' parameters have drifted apart by step {step}: {', '.join(drifted)}. Something changes them on some ranks "
+            "only: look for code that depends on the rank, for random numbers in optimizer_step or before_epoch, and for a "
+            "forward that goes round the model that training_step was given"
+        )
+
+    def _note_call(self, module: nn.Module, inputs: Any) -> None:
+        self._called = True

@@ -1,0 +1,70 @@
+"""When the learning-rate scheduler moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from .config import TrainerConfig
+
+
+class Schedule:
+    """The scheduler, if there is one, moved after every step, epoch or evaluation as ``config.schedule`` says.
+
+    Every rank moves its own; they stay equal, because all that they follow is equal.
+
+    Raises TypeError or ValueError for a scheduler that could not follow.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler | Callable[[Optimizer, int], LRScheduler] | None,
+        optimizer: Optimizer,
+        config: TrainerConfig,
+        total_steps: int | None,
+        has_eval_data: bool,
+    ) -> None:
+        self._unit = config.schedule
+        self._monitor = config.monitor
+        if scheduler is not None and not isinstance(scheduler, LRScheduler) and callable(scheduler):
+            if total_steps is None:
+                raise ValueError("scheduler: a callable needs the total number of steps, which is unknown without train_data")
+            scheduler = scheduler(optimizer, total_steps)
+        self.scheduler: LRScheduler | None = scheduler
+        if scheduler is not None:
+            self._check(scheduler, optimizer, has_eval_data)
+
+    def after_step(self) -> None:
+        if self.scheduler is not None and self._unit == "step":
+            self.scheduler.step()
+
+    def after_epoch(self) -> None:
+        if self.scheduler is not None and self._unit == "epoch":
+            self.scheduler.step()
+
+    def after_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Raises ValueError listing the keys when the monitored one is not among them."""
+        if self.scheduler is None or self._unit != "eval":
+            return
+        if not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+        elif self._monitor in metrics:
+            self.scheduler.step(metrics[self._monitor])
+        else:
+            raise ValueError(f"monitor={self._monitor!r} is not a key of the evaluation; there are {', '.join(sorted(metrics))}")
+
+    def _check(self, scheduler: Any, optimizer: Optimizer, has_eval_data: bool) -> None:
+        if not isinstance(scheduler, LRScheduler):
+            raise TypeError(
+                "scheduler must be an LRScheduler, or a callable (optimizer, total_steps) that returns one; found "
+                f"{type(scheduler).__name__}"
+            )
+        if scheduler.optimizer is not optimizer:
+            raise ValueError("the scheduler was built on another optimizer than the one passed to the trainer")
+        if isinstance(scheduler, ReduceLROnPlateau) and self._unit != "eval":
+            raise ValueError(f"ReduceLROnPlateau follows an evaluation: set schedule='eval'; found schedule={self._unit!r}")
+        if self._unit == "eval" and not has_eval_data:
+            raise ValueError("schedule='eval' needs eval_data: the scheduler moves after each evaluation")

@@ -1,0 +1,66 @@
+"""What a checkpoint says about a run, and whether a run may continue from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+_PREFIXES = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
+
+
+def clean_keys(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+    """`saved` under the model's `own` keys: the prefixes of wrappers are dropped unless the model has them itself."""
+    wanted, cleaned = set(own), dict(saved)
+    while set(cleaned) != wanted:
+        prefix = next((p for p in _PREFIXES if cleaned and all(key.startswith(p) for key in cleaned)), None)
+        if prefix is None:
+            return dict(saved) if not wanted & set(cleaned) else cleaned
+        cleaned = {key.removeprefix(prefix): value for key, value in cleaned.items()}
+    return cleaned
+
+
+def check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """ValueError naming both values where continuing would train on other samples, or draw other numbers, than the run did."""
+    for name, remedy in _SAME.items():
+        if saved.get(name) != own[name]:
+            raise ValueError(
+                f"the checkpoint's run had {name}={saved.get(name)!r}, this trainer has {name}={own[name]!r}: {remedy}"
+            )
+
+
+_SAME = {
+    "seed": "every random number follows from it; set the checkpoint's seed",
+    "samples": "the dataset has another length, so a position in it means another sample; pass the dataset of the run",
+    "shuffle": "the order would be another one; set it as it was",
+    "drop_last": "an epoch would end elsewhere; set it as it was",
+    "global_batch": "a step would mean other samples; set global_batch_size to the checkpoint's (any world size then continues it)",
+}
+
+
+def check_model(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """ValueError naming the keys and shapes in which a checkpoint's model differs from this one."""
+    missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
+    shapes = [
+        f"{key}: {tuple(saved[key].shape)} in the file, {tuple(own[key].shape)} here"
+        for key in own
+        if key in saved and getattr(saved[key], "shape", None) != getattr(own[key], "shape", None)
+    ]
+    differences = [
+        f"{words} {', '.join(keys[:5])}{' ...' if len(keys) > 5 else ''}"
+        for words, keys in (("not in the file:", missing), ("only in the file:", unexpected), ("other shapes:", shapes))
+        if keys
+    ]
+    if differences:
+        raise ValueError(f"the checkpoint is of another model; {'; '.join(differences)}. Build the model it was saved from")
+
+
+def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """ValueError when a checkpoint's optimizer has other parameter groups than this one."""
+    theirs = [len(group["params"]) for group in saved["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        raise ValueError(
+            f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {ours}: build it as it was"
+        )

@@ -1,0 +1,354 @@
+"""The ranks of a job and all their communication: the only file that names ``torch.distributed``.
+
+A job of one process is a `World` like any other: the same methods, without a process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import os
+import pickle
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from .launch import Launch, agree_on_key, choose_device, local_rank_in
+
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+"""How long a collective waits for a rank that does not come, unless `World.from_env` is told otherwise."""
+
+
+class World:
+    """The processes that train together, as one of them sees it. Made by `from_env`.
+
+    Every collective is called on every rank, in the same order, and never inside a callback's hook (RuntimeError at once, at
+    any world size: hooks run on rank 0 only, the other ranks would wait for ever).
+    """
+
+    rank: int
+    """This process among all, 0 to size - 1."""
+    size: int
+    """Processes in the job (the world size)."""
+    local_rank: int
+    """This process among those of its node: the index of its GPU."""
+    device: torch.device
+    """Where this process computes."""
+    is_main: bool
+    """Whether this is global rank 0, which alone writes files and logs. Other scripts call it ``is_master()``."""
+
+    _open: ClassVar[World | None] = None
+
+    def __init__(self, launch: Launch, device: torch.device, owns_group: bool) -> None:
+        self.rank, self.size = launch.rank, launch.size
+        self.local_rank = launch.rank if launch.local_rank is None else launch.local_rank
+        self.device = device
+        self.is_main = self.rank == 0
+        self.running_hook: str | None = None
+        """Set while a callback's hook runs: the hook's name."""
+        self.failed = False
+        """Set once an error has ended a `fit` here: from then on nothing communicates on the way out."""
+        self._owns_group = owns_group
+        self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    @classmethod
+    def from_env(cls, device: str | None = None, timeout: timedelta | None = None) -> World:
+        """The world that torchrun's environment describes, or a world of one process without it. Called on every rank.
+
+        Returns the open world if there is one; uses, and leaves alone, a process group that is open already. `device`: "cpu",
+        "cuda", ... (default: a GPU if torch sees one). `timeout`: how long a collective waits for a missing rank before it
+        raises (default 10 minutes).
+
+        Raises RuntimeError for a partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that
+        is not there, and when an open world or group does not fit `device`.
+        """
+        if cls._open is not None:
+            return cls._open._checked_for(device)
+        if dist.is_initialized():
+            launch = Launch(dist.get_rank(), dist.get_world_size(), local_rank_in(os.environ))
+            world = cls(launch, _device_of_open_group(device, launch.local_rank), owns_group=False)
+        else:
+            launch = Launch.from_environment(os.environ)
+            chosen = choose_device(device, launch.local_rank)
+            if launch.size > 1:
+                _open_group(launch, chosen, timeout or DEFAULT_TIMEOUT)
+            world = cls(launch, chosen, owns_group=launch.size > 1)
+        cls._open = world
+        return world
+
+    @classmethod
+    def is_open(cls) -> bool:
+        """Whether this process has an open world, so that `from_env` would return that one. Local."""
+        return cls._open is not None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype and shape."""
+        self.outside_hook("World.sum")
+        total = values.detach().clone()
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank. Other scripts call it ``dist_gather``.
+
+        Any picklable object; values may differ in size. Tensors in it arrive on this rank's device.
+        """
+        self.outside_hook("World.gather")
+        packed: list[Any] = [_pack(value)]
+        if self.size > 1:
+            packed = packed * self.size
+            dist.all_gather_object(packed, packed[self.rank])
+        return [_unpack(item, self.device) for item in packed]
+
+    def broadcast(self, value: T) -> T:
+        """Rank 0's `value` on every rank (what the others pass is ignored). Any picklable object, as in `gather`."""
+        self.outside_hook("World.broadcast")
+        packed: list[Any] = [_pack(value) if self.is_main else None]
+        if self.size > 1:
+            dist.broadcast_object_list(packed, src=0)
+        received: T = _unpack(packed[0], self.device)
+        return received
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.outside_hook("World.barrier")
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    @contextmanager
+    def main_first(self, per_node: bool = True) -> Iterator[None]:
+        """The block runs on the first rank of each node, then on the others: for downloads and other preparation.
+
+        ``per_node=False``: on global rank 0 first, for a file system that all nodes share. An error there is raised on all
+        ranks, whose blocks then do not run. Works before and after a trainer is built.
+        """
+        self.outside_hook("World.main_first")
+        leads = self.local_rank == 0 if per_node else self.is_main
+        error: BaseException | None = None
+        if leads:
+            try:
+                yield
+            except BaseException as raised:
+                error = raised
+        failures = [failure for failure in self.gather(_picklable(error)) if failure is not None]
+        if error is not None:
+            raise error
+        if failures:
+            raise failures[0]
+        if not leads:
+            yield
+
+    def run_on_main(self, function: Callable[[], T]) -> T:
+        """`function` runs on rank 0 alone; every rank gets its result, or its error. Any picklable result."""
+        self.outside_hook("World.run_on_main")
+        result: T | None = None
+        error: BaseException | None = None
+        if self.is_main:
+            try:
+                result = function()
+            except BaseException as raised:
+                error = raised
+        result, failure = self.broadcast((result, _picklable(error)))
+        if error or failure:
+            raise error or failure  # type: ignore[misc]
+        return result  # type: ignore[return-value]
+
+    def wrap(self, model: nn.Module, **ddp_options: Any) -> nn.Module:
+        """`model` in DistributedDataParallel, with its buckets settled; in a world of one process `model` itself.
+
+        `model` must be on this rank's device; rank 0's parameters and buffers are copied to the others. `ddp_options`: the
+        keyword arguments of DistributedDataParallel.
+        """
+        self.outside_hook("World.wrap")
+        if self.size == 1:
+            return model
+        device_ids = [self.device.index] if self.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **ddp_options)
+        self._wrappers.add(wrapped)
+        # DDP lays its buckets out anew after its first backward, and a ring all-reduce rounds differently by position in the
+        # bucket: without this, the first step after a resume would round unlike the uninterrupted run's.
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        self.backward_zeros(wrapped)
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        return wrapped
+
+    def backward_zeros(self, wrapped: nn.Module) -> None:
+        """Take part in one reduction of the gradients with zeros, running no code of the model's."""
+        if self.size == 1:
+            return
+        assert isinstance(wrapped, DistributedDataParallel)
+        model, wrapped.module = wrapped.module, _Zeros(wrapped.module)
+        kept, wrapped.require_forward_param_sync = wrapped.require_forward_param_sync, False  # buffers stay as they are
+        try:
+            wrapped().backward()
+        finally:
+            wrapped.module, wrapped.require_forward_param_sync = model, kept
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrite `tensors` with rank 0's, in few large messages. They must have equal shapes and dtypes on every rank."""
+        self.outside_hook("World.broadcast_tensors")
+        if self.size > 1 and tensors:
+            group = dist.distributed_c10d._get_default_group()
+            dist._broadcast_coalesced(group, [tensor.detach() for tensor in tensors], 250 << 20, 0)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Let go of every wrapper, then of the process group if `from_env` opened it. A second call does nothing.
+
+        After an error nothing is destroyed: that could wait for ranks that are gone.
+        """
+        self.outside_hook("World.close")
+        if World._open is not self:
+            return
+        World._open = None
+        # A wrapper that is still alive when the interpreter ends can abort the process, whether its group was destroyed or
+        # not; what it holds of the group goes first.
+        for wrapper in list(self._wrappers):
+            for name in ("reducer", "logger", "process_group", "device_mesh"):
+                wrapper.__dict__.pop(name, None)
+        gc.collect()
+        if self._owns_group and not self.failed and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def outside_hook(self, call: str) -> None:
+        """Raise RuntimeError if a callback's hook is running: `call` needs every rank, and a hook runs on rank 0 alone."""
+        if self.running_hook is not None:
+            raise RuntimeError(
+                f"{call} was called inside {self.running_hook}: hooks run on rank 0 only, so the other ranks would wait for "
+                "ever. A hook needs no communication: what it receives is already reduced over all ranks. Call it outside the "
+                "hooks, or override a method of DDPTrainer that runs on every rank"
+            )
+
+    def record_failure(self, error: BaseException) -> None:
+        """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
+        self.failed = True
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            return
+        # A collective that fails because another rank has gone is a consequence, never the cause. torchrun compares whole
+        # seconds, so such a rank holds back until the agent has seen the other.
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            time.sleep(2)
+        get_error_handler().record_exception(error)
+
+    def _checked_for(self, device: str | None) -> World:
+        if device is not None and torch.device(device).type != self.device.type:
+            raise RuntimeError(f"the open World computes on {self.device}, not on {device!r}: close it first")
+        return self
+
+
+class _Zeros(nn.Module):
+    """Stands in for a model during one forward: touches every trainable parameter, changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> Tensor:
+        terms = [(parameter.flatten()[:1] * 0).sum() for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.stack([term.real.double() for term in terms]).sum()
+
+
+def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=_URL,
+        rank=launch.rank,
+        world_size=launch.size,
+        timeout=timeout,
+        device_id=device if cuda else None,
+    )
+
+
+def _device_of_open_group(asked: str | None, local_rank: int | None) -> torch.device:
+    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+    nccl = backends.get("cuda") == "nccl"
+    wanted = torch.device(asked or ("cuda" if nccl and torch.cuda.is_available() else "cpu"))
+    if wanted.type not in backends:
+        raise RuntimeError(
+            f"the open process group communicates over {dist.get_backend()!r}, which does not serve {wanted.type!r}: open it "
+            "with backend 'gloo' for the CPU or 'nccl' for GPUs, or let World.from_env open it"
+        )
+    return choose_device(str(wanted), local_rank)
+
+
+class _Pickler(pickle.Pickler):
+    """Sends every tensor through host memory: the sender's device means nothing to another rank."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.detach().cpu().__reduce_ex__(2) if isinstance(value, Tensor) else None  # type: ignore[no-untyped-call]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, packed: bytes, device: torch.device) -> None:
+        super().__init__(io.BytesIO(packed))
+        self._device = device
+
+    def persistent_load(self, reduced: Any) -> Any:
+        rebuild, arguments = reduced
+        return rebuild(*arguments).to(self._device)
+
+
+def _pack(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _unpack(packed: bytes, device: torch.device) -> Any:
+    return _Unpickler(packed, device).load()
+
+
+def _picklable(error: BaseException | None) -> BaseException | None:
+    """`error` if it survives pickling, else a RuntimeError with its text; None for None."""
+    try:
+        received = pickle.loads(pickle.dumps(error))
+        if type(received) is type(error):
+            return error
+    except Exception:
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """torch's own rendezvous over the environment, under a key that no earlier opening has used.
+
+    torchrun's store outlives the group: what a dead attempt, or a group closed before, left there would be read as the new
+    ranks' addresses. The connection is kept for the next opening.
+    """
+    address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    if address not in _stores:
+        _stores[address] = next(torch_rendezvous("env://", timeout=timeout))
+    store, rank, size = _stores[address]
+    yield dist.PrefixStore(agree_on_key(store, rank, size, timeout), store), rank, size  # type: ignore[attr-defined]
+
+
+_URL = "ddp-trainer://"
+_stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
+register_rendezvous_handler("ddp-trainer", _rendezvous)  # type: ignore[no-untyped-call]
+
+
+@atexit.register
+def _close_forgotten() -> None:
+    """Close what a script has left open, so that the process ends cleanly; after an error nothing communicates."""
+    if (world := World._open) is not None:
+        world.failed = world.failed or hasattr(sys, "last_value")
+        world.running_hook = None
+        world.close()
