@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 FORMAT = 1
-"""The version of what a file holds: ``{"format", "state", "config", "model", "optimizer", "scheduler", "scaler", "callbacks"}``."""
+"""The version of a file's content: a dict of format, state, config, model, optimizer, scheduler, scaler and callbacks."""
 
 _log = logging.getLogger("trainer")
 _NAME = re.compile(r"step-(\d{8,})\.pt")

@@ -29,8 +29,8 @@ def check_model(model: Any, optimizer: Any) -> None:
     foreign = [tuple(item.shape) for group in optimizer.param_groups for item in group["params"] if id(item) not in own]
     if foreign:
         raise ValueError(
-            f"the optimizer holds {len(foreign)} parameters that are not the model's (the first has shape {foreign[0]}): build it "
-            "on model.parameters() of the model you pass"
+            f"the optimizer holds {len(foreign)} parameters that are not the model's (the first has shape {foreign[0]}): "
+            "build it on model.parameters() of the model you pass"
         )
 
 

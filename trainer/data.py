@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset
 from .order import Order
 from .randomness import mix, seed_generators
 
-LOADER_OPTIONS = frozenset(
-    "num_workers collate_fn pin_memory pin_memory_device timeout worker_init_fn multiprocessing_context generator "
-    "prefetch_factor persistent_workers".split()
+LOADER_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
 )
 """The keyword arguments of DataLoader that `loader_options` may hold; the trainer settles the others itself."""
 

@@ -57,7 +57,7 @@ def _reduced(trainer: DDPTrainer, replica: Replica, parts: list[Part]) -> dict[s
     counted, lengths = sum(part[2] for part in parts), {part[3] for part in parts}
     if lengths != {counted}:
         raise RuntimeError(
-            f"{counted} samples were evaluated, but the ranks' datasets hold {sorted(lengths)}: pass the same dataset on every rank"
+            f"{counted} samples were evaluated, but the ranks' datasets hold {sorted(lengths)}: pass the same one on every rank"
         )
     packed = [0.0] * (2 * len(keys))
     for own, sums, *_ in parts:

@@ -48,16 +48,16 @@ class Launch:
 
 
 def local_rank_in(environment: Mapping[str, str]) -> int | None:
+    """LOCAL_RANK as a number, None where it is not set."""
     return _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else None
 
 
 def choose_device(asked: str | None, local_rank: int | None) -> torch.device:
     """The device of this process, made the current one. `asked`: a type, or a device; None: a GPU if torch sees one."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(asked or default)
-    if (kind := device.type) != "cuda":
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type != "cuda":
         return device
-    index = local_rank if device.index is None else device.index
+    index = local_rank if device.index is None else device.index  # type: ignore[redundant-expr]  # None for plain "cuda"
     if index is None:
         raise RuntimeError("LOCAL_RANK is missing: it says which GPU this process uses. Launch with torchrun, which sets it")
     count = torch.cuda.device_count()

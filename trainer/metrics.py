@@ -106,7 +106,7 @@ def agree_on_keys(gathered: list[tuple[str, ...]], step: str) -> tuple[str, ...]
     for rank, keys in known.items():
         if set(keys) != set(agreed):
             raise ValueError(
-                f"{step} returned other keys on other ranks: {sorted(agreed)} on rank {next(iter(known))}, {sorted(keys)} on rank "
-                f"{rank}. Return the same keys on every rank (where there is no value, a Mean with count 0)"
+                f"{step} returned other keys on other ranks: {sorted(agreed)} on rank {next(iter(known))}, {sorted(keys)} on "
+                f"rank {rank}. Return the same keys on every rank (where there is no value, a Mean with count 0)"
             )
     return agreed

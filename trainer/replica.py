@@ -93,8 +93,8 @@ class Replica:
         names = [name for name, _ in self._model.named_parameters()]
         drifted = [name for name, sums in zip(names, zip(*gathered, strict=True), strict=True) if len(set(sums)) > 1]
         raise RuntimeError(
-            f"the ranks' parameters have drifted apart by step {step}: {', '.join(drifted)}. Something changes them on some ranks "
-            "only: look for code that depends on the rank, for random numbers in optimizer_step or before_epoch, and for a "
+            f"the ranks' parameters have drifted apart by step {step}: {', '.join(drifted)}. Something changes them on some "
+            "ranks only: look for code that depends on the rank, for random numbers in optimizer_step or before_epoch, and for a "
             "forward that goes round the model that training_step was given"
         )
 

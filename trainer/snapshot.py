@@ -35,7 +35,7 @@ _SAME = {
     "samples": "the dataset has another length, so a position in it means another sample; pass the dataset of the run",
     "shuffle": "the order would be another one; set it as it was",
     "drop_last": "an epoch would end elsewhere; set it as it was",
-    "global_batch": "a step would mean other samples; set global_batch_size to the checkpoint's (any world size then continues it)",
+    "global_batch": "a step would mean other samples; set global_batch_size to the checkpoint's (at any world size)",
 }
 
 
