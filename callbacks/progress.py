@@ -64,7 +64,7 @@ class ProgressBar(Callback):
             self._close()
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
-        if self._bar is None and self._on_terminal:
+        if self._bar is None:
             self._open(trainer)
 
     def on_fit_end(self, trainer: DDPTrainer) -> None:
@@ -79,9 +79,9 @@ class ProgressBar(Callback):
 
     def _open(self, trainer: DDPTrainer) -> None:
         """A bar for the epoch that begins or goes on, unless the run is over."""
-        state, total, done = trainer.state, trainer.steps_per_epoch, trainer.epoch_step
         if not self._on_terminal or _is_over(trainer):
             return
+        state, total, done = trainer.state, trainer.steps_per_epoch, trainer.epoch_step
         if total is not None and trainer.total_steps is not None:  # max_steps may end the run before the epoch
             total = min(total, done + trainer.total_steps - state.step)
         self._bar = tqdm(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer import Callback, DDPTrainer
@@ -35,6 +37,7 @@ class TensorBoard(Callback):
 
         # purge_step hides earlier points from that step on: 1 to state.step stay. A reader takes the first such mark in
         # a folder for the beginning and only later ones for restarts, so a fresh run needs one as well.
+        _wait_for_a_later_name(self.folder)
         self._writer = SummaryWriter(self.folder, purge_step=trainer.state.step + 1, flush_secs=10)
         # add_hparams would write into a folder of its own. Of these three summaries the first is a list of columns,
         # without which TensorBoard makes one itself, from all runs and with all metrics.
@@ -72,6 +75,12 @@ class TensorBoard(Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _wait_for_a_later_name(folder: str) -> None:
+    """Readers take a folder's event files in the order of their names, which begin with the second they were made in."""
+    seconds = [int(path.name.split(".")[3]) for path in Path(folder).glob("events.out.tfevents.[0-9]*")]
+    time.sleep(min(max(0.0, max(seconds, default=0) + 1 - time.time()), 1.0))
 
 
 def _plain(value: Any) -> bool | int | float | str | None:

@@ -10,6 +10,8 @@ import torch
 from tests.ranks import Ranks
 
 torch.set_num_threads(1)
+# The first optimizer of a process imports a thousand modules: a second that every forked rank would spend again.
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])
 
 
 @pytest.fixture

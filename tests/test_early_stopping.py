@@ -18,7 +18,7 @@ NAN = math.nan
 
 
 def play(callback: EarlyStopping, values: list[float]) -> list[tuple[int, str]]:
-    """Gives the values to the callback, one evaluation each: the evaluations (1, 2, ...) that asked to stop, and why."""
+    """Gives the values to the callback, one an evaluation: the evaluations (1, 2, ...) that asked to stop, and why."""
     asked: list[tuple[int, str]] = []
     for number, value in enumerate(values, 1):
         trainer = SimpleNamespace(
@@ -71,7 +71,7 @@ def test_a_run_of_nan_stops() -> None:
 
 
 def test_an_unknown_key_is_an_error_that_lists_the_keys() -> None:
-    with pytest.raises(ValueError, match="monitors 'acuracy', which is no key of the evaluation: it has 'loss', 'other'"):
+    with pytest.raises(ValueError, match="'acuracy', which is no key of the evaluation: it has 'loss', 'other'"):
         play(EarlyStopping("acuracy", 1), [1.0])
 
 

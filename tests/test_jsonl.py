@@ -36,7 +36,8 @@ def test_lines_have_kind_step_epoch_time_and_the_metrics(ranks: Ranks, tmp_path:
     path = tmp_path / "new" / "log.jsonl"
 
     def fit() -> None:
-        toy_trainer(20, ValueToy(), eval_numbers=5, callbacks=[JSONLines(path)], batch_size=2, accumulation_steps=2).fit()
+        log = JSONLines(path)
+        toy_trainer(20, ValueToy(), eval_numbers=5, callbacks=[log], batch_size=2, accumulation_steps=2).fit()
 
     ranks(2, fit)
     lines = read(path)

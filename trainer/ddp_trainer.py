@@ -255,13 +255,7 @@ class DDPTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, the same on every rank. Raises ValueError, with nothing changed, where it does not
         fit this trainer."""
-        own = self.model.state_dict()
-        model = snapshot.clean_keys(state["model"], own)
-        snapshot.check_run(state["config"], self._run_config())
-        snapshot.check_model(model, own)
-        snapshot.check_optimizer(state["optimizer"], self.optimizer)
-        if (state["scheduler"] is None) != (self.scheduler is None):
-            raise ValueError("the checkpoint's run had a scheduler and this trainer has none, or the other way round")
+        model = snapshot.check(state, self._run_config(), self.model, self.optimizer, self.scheduler)
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:

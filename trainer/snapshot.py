@@ -5,12 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 _PREFIXES = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
 
 
-def clean_keys(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+def check(
+    state: Mapping[str, Any],
+    run_config: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+) -> dict[str, Any]:
+    """Raise ValueError unless a run with these parts may continue from `state`; nothing is changed.
+
+    Returns the model's part under the model's own keys.
+    """
+    own = model.state_dict()
+    saved = _clean_keys(state["model"], own)
+    _check_run(state["config"], run_config)
+    _check_model(saved, own)
+    _check_optimizer(state["optimizer"], optimizer)
+    if (state["scheduler"] is None) != (scheduler is None):
+        with_it, without = ("this trainer", "the checkpoint's run") if scheduler else ("the checkpoint's run", "this trainer")
+        raise ValueError(f"{with_it} has a scheduler and {without} has none: build the trainer as the run's was")
+    return saved
+
+
+def _clean_keys(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     """`saved` under the model's `own` keys: the prefixes of wrappers are dropped unless the model has them itself."""
     wanted, cleaned = set(own), dict(saved)
     while set(cleaned) != wanted:
@@ -21,7 +45,7 @@ def clean_keys(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     return cleaned
 
 
-def check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """ValueError naming both values where continuing would train on other samples, or draw other numbers, than the run did."""
     for name, remedy in _SAME.items():
         if saved.get(name) != own[name]:
@@ -39,7 +63,7 @@ _SAME = {
 }
 
 
-def check_model(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_model(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """ValueError naming the keys and shapes in which a checkpoint's model differs from this one."""
     missing, unexpected = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
     shapes = [
@@ -56,7 +80,7 @@ def check_model(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         raise ValueError(f"the checkpoint is of another model; {'; '.join(differences)}. Build the model it was saved from")
 
 
-def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
+def _check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     """ValueError when a checkpoint's optimizer has other parameter groups than this one."""
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]

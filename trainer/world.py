@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
-import pickle
 import sys
 import time
 import weakref
@@ -27,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from .launch import Launch, agree_on_key, choose_device, local_rank_in
+from .parcel import pack, sendable, unpack
 
 T = TypeVar("T")
 
@@ -110,20 +109,16 @@ class World:
         Any picklable object; values may differ in size. Tensors in it arrive on this rank's device.
         """
         self.outside_hook("World.gather")
-        packed: list[Any] = [_pack(value)]
+        packed: list[Any] = [pack(value)]
         if self.size > 1:
             packed = packed * self.size
             dist.all_gather_object(packed, packed[self.rank])
-        return [_unpack(item, self.device) for item in packed]
+        return [unpack(item, self.device) for item in packed]
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank (what the others pass is ignored). Any picklable object, as in `gather`."""
         self.outside_hook("World.broadcast")
-        packed: list[Any] = [_pack(value) if self.is_main else None]
-        if self.size > 1:
-            dist.broadcast_object_list(packed, src=0)
-        received: T = _unpack(packed[0], self.device)
-        return received
+        return self._broadcast(value, self.device)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -146,7 +141,7 @@ class World:
                 yield
             except BaseException as raised:
                 error = raised
-        failures = [failure for failure in self.gather(_picklable(error)) if failure is not None]
+        failures = [failure for failure in self.gather(sendable(error)) if failure is not None]
         if error is not None:
             raise error
         if failures:
@@ -155,7 +150,10 @@ class World:
             yield
 
     def run_on_main(self, function: Callable[[], T]) -> T:
-        """`function` runs on rank 0 alone; every rank gets its result, or its error. Any picklable result."""
+        """`function` runs on rank 0 alone; every rank gets its result, or its error.
+
+        Any picklable result; tensors in it arrive on the CPU.
+        """
         self.outside_hook("World.run_on_main")
         result: T | None = None
         error: BaseException | None = None
@@ -164,7 +162,7 @@ class World:
                 result = function()
             except BaseException as raised:
                 error = raised
-        result, failure = self.broadcast((result, _picklable(error)))
+        result, failure = self._broadcast((result, sendable(error)), torch.device("cpu"))
         if error or failure:
             raise error or failure  # type: ignore[misc]
         return result  # type: ignore[return-value]
@@ -247,6 +245,13 @@ class World:
             time.sleep(2)
         get_error_handler().record_exception(error)
 
+    def _broadcast(self, value: T, device: torch.device) -> T:
+        packed: list[Any] = [pack(value) if self.is_main else None]
+        if self.size > 1:
+            dist.broadcast_object_list(packed, src=0)
+        received: T = unpack(packed[0], device)
+        return received
+
     def _checked_for(self, device: str | None) -> World:
         if device is not None and torch.device(device).type != self.device.type:
             raise RuntimeError(f"the open World computes on {self.device}, not on {device!r}: close it first")
@@ -287,44 +292,6 @@ def _device_of_open_group(asked: str | None, local_rank: int | None) -> torch.de
             "with backend 'gloo' for the CPU or 'nccl' for GPUs, or let World.from_env open it"
         )
     return choose_device(str(wanted), local_rank)
-
-
-class _Pickler(pickle.Pickler):
-    """Sends every tensor through host memory: the sender's device means nothing to another rank."""
-
-    def persistent_id(self, value: Any) -> Any:
-        return value.detach().cpu().__reduce_ex__(2) if isinstance(value, Tensor) else None  # type: ignore[no-untyped-call]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, packed: bytes, device: torch.device) -> None:
-        super().__init__(io.BytesIO(packed))
-        self._device = device
-
-    def persistent_load(self, reduced: Any) -> Any:
-        rebuild, arguments = reduced
-        return rebuild(*arguments).to(self._device)
-
-
-def _pack(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def _unpack(packed: bytes, device: torch.device) -> Any:
-    return _Unpickler(packed, device).load()
-
-
-def _picklable(error: BaseException | None) -> BaseException | None:
-    """`error` if it survives pickling, else a RuntimeError with its text; None for None."""
-    try:
-        received = pickle.loads(pickle.dumps(error))
-        if type(received) is type(error):
-            return error
-    except Exception:
-        pass
-    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
