@@ -104,6 +104,7 @@ class DDPTrainer:
         self._eval_sets = checks.named_sets(eval_data)
         self._train = TrainData(train_data, sampler, loader_options or {}, self.config, self.world.rank, self.world.size)
         self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self._eval_sets))
+        self.scheduler = self._schedule.scheduler
         self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
         self._replica = Replica(model, self.world, self.config.ddp_options)
         self._agreement = StopAgreement(self.world, self.config.log_every)
@@ -113,18 +114,14 @@ class DDPTrainer:
         checks.agree(self.world, model, self._train.plan.samples, self._eval_sets, self.config)
         self.world.broadcast_tensors([*model.parameters(), *model.buffers()])
 
-    @property
-    def scheduler(self) -> LRScheduler | None:
-        return self._schedule.scheduler
-
     # ---------------------------------------------------------------------------------------------- called on every rank
 
     def fit(self, resume_from: str | Path | None = None) -> TrainerState:
         """Train from `state` to the planned end (``epochs`` or ``max_steps``); a finished run takes no step.
 
-        `resume_from`: a checkpoint file (missing: FileNotFoundError), or a folder whose newest whole ``step-*.pt`` is taken (empty
-        or missing: a fresh start). Rank 0 alone needs to see it. Raises ValueError when the checkpoint is of another model,
-        seed, dataset length, shuffle, drop_last or global batch.
+        `resume_from`: a checkpoint file (missing: FileNotFoundError), or a folder whose newest whole ``step-*.pt`` is taken
+        (empty or missing: a fresh start). Rank 0 alone needs to see it. Raises ValueError when the checkpoint is of another
+        model, seed, dataset length, shuffle, drop_last or global batch.
 
         Returns `state`, the same on every rank, after every hook of `on_fit_end` has finished. An exception ends the whole job.
         """
@@ -220,8 +217,10 @@ class DDPTrainer:
     # ------------------------------------------------------------------------- local, no communication: usable in hooks
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to leave `fit` together, after the step at which they next agree. Any rank may ask; the first reason
-        stays. Outside `fit` it does nothing."""
+        """Ask all ranks to leave `fit` together. Any rank may ask; outside `fit` it does nothing.
+
+        They leave after the same step, at which they next agree: within ``log_every`` steps or about two seconds.
+        """
         self._agreement.ask(reason)
 
     @property
