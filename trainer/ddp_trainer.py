@@ -109,8 +109,6 @@ class DDPTrainer:
         self._replica = Replica(model, self.world, self.config.ddp_options)
         self._agreement = StopAgreement(self.world, self.config.log_every)
         self._reporter: Reporter
-        self._rates: list[Any] = []
-        self._grad_norm: Tensor | None = None
         checks.agree(self.world, model, self._train.plan.samples, self._eval_sets, self.config)
         self.world.broadcast_tensors([*model.parameters(), *model.buffers()])
 
@@ -293,8 +291,8 @@ class DDPTrainer:
         if not window.micro_batches:
             self._replica.backward_zeros()
         if self.config.max_grad_norm is not None:
-            self._grad_norm = nn.utils.clip_grad_norm_(self._replica.trainable, self.config.max_grad_norm)
-        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+            self._reporter.grad_norm = nn.utils.clip_grad_norm_(self._replica.trainable, self.config.max_grad_norm)
+        self._reporter.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer_step()
         self._schedule.after_step()
         self._replica.zero_gradients()
@@ -315,7 +313,7 @@ class DDPTrainer:
         evaluation_due = state.step % config.eval_every == 0 if config.eval_every else epoch_over or at_end
         if report_due or epoch_over:
             self._reporter.reduce(state.step)
-        self._hooks.on_step(self, self._report() if report_due else {})
+        self._hooks.on_step(self, self.summarize(self._reporter.take_report()) if report_due else {})
         if evaluation_due and self._eval_sets:
             self._hooks.on_eval(self, self._evaluate())
         if epoch_over:
@@ -339,19 +337,10 @@ class DDPTrainer:
         self._train.open(self.world.run_on_main)
         self._reporter = Reporter(self.world, self._replica, self.config.log_every)
         self._agreement.open(self.state.step)
-        self._grad_norm = None
         self.world.run_on_main(lambda: self._hooks.on_fit_start(self))
 
     def _finished(self) -> bool:
         return self.state.stop_reason is not None or self.state.step >= (self.total_steps or 0)
-
-    def _report(self) -> dict[str, float]:
-        metrics = dict(self.summarize(self._reporter.take_report()))
-        metrics |= {f"lr/{group}" if group else "lr": float(rate) for group, rate in enumerate(self._rates)}
-        if self._grad_norm is not None:
-            metrics["grad_norm"] = float(self._grad_norm)
-        metrics["samples_per_second"] = self._reporter.take_speed()
-        return metrics
 
     def _evaluate(self) -> dict[str, float]:
         with self._reporter.pause():

@@ -35,6 +35,10 @@ class Reporter:
         self._slots = self._marks.unbind()
         self._marked = 0
         self._warned = False
+        self.rates: list[float | Tensor] = []
+        """The learning rate that the last step used, by parameter group."""
+        self.grad_norm: Tensor | None = None
+        """Of the last step's gradient, before clipping; None without clipping."""
         self._samples = 0
         self._started = time.perf_counter()
 
@@ -72,16 +76,21 @@ class Reporter:
             self._replica.raise_drift(step)
 
     def take_report(self) -> dict[str, float]:
-        """The means since the last report."""
+        """The means since the last report; the learning rates and the gradient's norm of the last step; the speed."""
         taken, self._since_report = self._since_report, [0.0] * len(self._since_report)
-        return means(self._keys or (), taken)
+        metrics = means(self._keys or (), taken)
+        metrics |= {f"lr/{group}" if group else "lr": float(rate) for group, rate in enumerate(self.rates)}
+        if self.grad_norm is not None:
+            metrics["grad_norm"] = float(self.grad_norm)
+        metrics["samples_per_second"] = self._take_speed()
+        return metrics
 
     def take_epoch(self) -> dict[str, float]:
         """The means over the epoch."""
         taken, self._since_epoch = self._since_epoch, [0.0] * len(self._since_epoch)
         return means(self._keys or (), taken)
 
-    def take_speed(self) -> float:
+    def _take_speed(self) -> float:
         """Samples per second on all ranks since the last call, without what ran under `pause`."""
         now = time.perf_counter()
         speed = self._samples / max(now - self._started, 1e-9)
