@@ -19,6 +19,8 @@ class Window:
     """Positions in the window, all ranks together."""
     micro_batches: tuple[range, ...]
     """This rank's positions, micro-batch by micro-batch. Empty when the window has fewer positions than ranks before it."""
+    last: bool
+    """Whether the epoch ends with this window."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Plan:
         for first in range(start, self.epoch_samples, self.window_size):
             stop = min(first + self.window_size, self.epoch_samples)
             share = range(first + self.rank, stop, self.world_size)
-            yield Window(stop - first, tuple(chunks(share, self.batch_size)))
+            yield Window(stop - first, tuple(chunks(share, self.batch_size)), last=stop == self.epoch_samples)
 
     def total_steps(self, epochs: int | None, max_steps: int | None) -> int:
         """Optimizer steps of a whole run: `epochs` passes or `max_steps`, whichever comes first (both None: one pass)."""

@@ -1,0 +1,56 @@
+"""The number format that the steps compute in: fp32, or autocast to bf16 or fp16, the latter with loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast around the steps, and around the update what fp16 needs: scaled losses, and no update after an overflow.
+
+    An overflow on one rank reaches all of them with the reduced gradients, so all ranks skip the same updates.
+    """
+
+    def __init__(self, kind: str, device: torch.device, scaler_options: Mapping[str, Any]) -> None:
+        self._type = _TYPES.get(kind)
+        self._device = device.type
+        self.scaler: torch.amp.GradScaler | None = None
+        if kind == "fp16":
+            self.scaler = torch.amp.GradScaler(self._device, **scaler_options)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """For the forward and the loss."""
+        return nullcontext() if self._type is None else torch.autocast(self._device, self._type)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Once per window, before anything looks at the gradients."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether the update must be skipped; adapts the scale. In fp16 the host waits for the device here."""
+        if self.scaler is None:
+            return False
+        found = self.scaler._found_inf_per_device(optimizer).values()
+        overflowed = any(value.item() for value in found)
+        self.scaler.update()
+        return overflowed
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)

@@ -1,0 +1,193 @@
+"""Datasets without a length: windows cut from a stream, so that every rank sees the same windows and the same end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as _worker
+
+from .data import loader_generator, unchanged
+from .plan import Window, chunks
+from .randomness import mix, seed_generators
+
+Batches = tuple[Window, list[Any]]
+"""A window, and this rank's micro-batches of it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a stream is cut into windows and shared out, as one rank sees it."""
+
+    window_size: int
+    batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool = False
+
+
+class Stream:
+    """The windows of an IterableDataset, in order.
+
+    Every rank, and every worker of it, reads the whole stream and keeps its own positions: rank r takes every W-th of a window,
+    worker k of n every n-th window. So all ranks know each window's size and the end without a message, and each item is trained on
+    once. The dataset sees neither ranks nor workers meanwhile (`get_worker_info` is None). Random numbers of an item follow from
+    (seed, epoch, position), the same in every reader, so a shuffle buffer in the dataset is the same everywhere.
+
+    A dataset with the attribute ``sharded = True`` shards itself over ranks and workers, and is left alone: see `ShardedStream`.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        options: Mapping[str, Any],
+        cut: Cut,
+        seed: int | None,
+        purpose: int,
+    ) -> None:
+        options = {"generator": loader_generator(seed), **options}
+        collate = options.pop("collate_fn", None) or default_collate
+        self._source = _Reader(dataset, collate, cut, seed, purpose)
+        self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
+
+    def windows(self, epoch: int, start: int) -> Iterator[Batches]:
+        """The windows from position `start` of an epoch on; what lies before is read and passed over."""
+        self._source.place[:] = torch.tensor([epoch, start])
+        return iter(self._loader)
+
+
+class _Reader(IterableDataset[Batches]):
+    """Reads the whole stream in one worker and yields that worker's windows."""
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        collate: Callable[[list[Any]], Any],
+        cut: Cut,
+        seed: int | None,
+        purpose: int,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._cut = cut
+        self._seed = seed
+        self._purpose = purpose
+        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # epoch and position: living workers see it too
+
+    def __iter__(self) -> Iterator[Batches]:
+        epoch, start = self.place.tolist()
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        _worker._worker_info = None  # the dataset must not split itself among the workers: they are given whole windows
+        try:
+            yield from self._windows(epoch, start, worker, workers)
+        finally:
+            _worker._worker_info = info
+
+    def _windows(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Batches]:
+        size = self._cut.window_size
+        ahead = size if self._cut.drop_last else 1  # how far to read on before it is known whether a window is the last
+        pending: dict[int, list[Any]] = {}  # this worker's windows, first position -> this rank's items
+        read = 0
+        for position, item in self._items(epoch):
+            read = position + 1
+            first = position - position % size
+            if position >= start and (first - start) // size % workers == worker:
+                items = pending.setdefault(first, [])
+                if (position - first) % self._cut.world_size == self._cut.rank:
+                    items.append(item)
+            for complete in [first for first in pending if first + size + ahead <= read]:
+                yield self._window(complete, size, pending.pop(complete), last=False)
+        end = read - read % size if self._cut.drop_last else read
+        for first, items in pending.items():
+            if first < end:
+                yield self._window(first, min(size, end - first), items, last=first + size >= end)
+
+    def _items(self, epoch: int) -> Iterator[tuple[int, Any]]:
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(epoch)
+        position = 0
+        self._seed_for(epoch, position)
+        for item in self._dataset:
+            yield position, item
+            position += 1
+            self._seed_for(epoch, position)
+
+    def _window(self, first: int, size: int, items: list[Any], last: bool) -> Batches:
+        share = range(first + self._cut.rank, first + size, self._cut.world_size)
+        parts = tuple(chunks(share, self._cut.batch_size))
+        remaining = iter(items)
+        batches = [self._collate(list(islice(remaining, len(part)))) for part in parts]
+        return Window(size, parts, last), batches
+
+    def _seed_for(self, epoch: int, position: int) -> None:
+        if self._seed is not None:
+            seed_generators(mix(self._purpose, self._seed, epoch, position))
+
+
+class ShardedStream:
+    """The windows of an IterableDataset that shards itself over ranks and workers.
+
+    Each rank takes its share of a window, ``window_size / W`` items, from its own stream, as long as that lasts. How many there are on
+    all ranks, and whether any has more, is one small message per window.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        options: Mapping[str, Any],
+        cut: Cut,
+        seed: int | None,
+        add_up: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        options = {"generator": loader_generator(seed), **options}
+        collate = options.pop("collate_fn", None) or default_collate
+        self._cut = cut
+        self._add_up = add_up
+        share = -(-cut.window_size // cut.world_size)
+        self._parts = [len(part) for part in chunks(range(share), cut.batch_size)]
+        self._source = _Shard(dataset, collate, self._parts)
+        self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
+
+    def windows(self, epoch: int, start: int) -> Iterator[Batches]:
+        """As `Stream.windows`; a start within an epoch assumes that every window before it was whole."""
+        self._source.place[:] = torch.tensor([epoch, start])
+        passed = start // self._cut.window_size * len(self._parts)
+        own = islice(iter(self._loader), passed, None)
+        ahead = list(islice(own, 1))
+        while True:
+            mine = list(islice(chain(ahead, own), len(self._parts)))
+            ahead = list(islice(own, 1))
+            count = sum(size for size, _ in mine)
+            total, more = self._add_up(torch.tensor([count, len(ahead)], dtype=torch.int64)).tolist()
+            whole = total == self._cut.window_size or not self._cut.drop_last
+            if total == 0 or not whole:
+                return
+            yield Window(total, tuple(range(size) for size, _ in mine), last=more == 0), [batch for _, batch in mine]
+            if more == 0:
+                return
+
+
+class _Shard(IterableDataset[tuple[int, Any]]):
+    """One worker's part of a stream that shards itself, in micro-batches with their sizes."""
+
+    def __init__(self, dataset: IterableDataset[Any], collate: Callable[[list[Any]], Any], parts: list[int]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._parts = parts
+        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(int(self.place[0]))
+        items: Iterable[Any] = iter(self._dataset)
+        while True:
+            for part in self._parts:
+                batch = list(islice(items, part))
+                if not batch:
+                    return
+                yield len(batch), self._collate(batch)

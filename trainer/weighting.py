@@ -1,0 +1,58 @@
+"""What each micro-batch's loss counts in its window, so that the gradient is that of the mean over the whole window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .metrics import Mean
+from .plan import Window
+from .world import World
+
+
+class Weighting:
+    """Samples or items: a loss that is a number is a mean over its samples, a `Mean` brings its own count.
+
+    Samples of a window are known beforehand, so every loss gets its weight at once. Items (tokens, boxes) are not: their sums
+    are scaled by a nominal count, the window's items are counted over the ranks in one small message, and the reduced
+    gradients are divided by actual / nominal, on the device. The nominal count is a power of two, so the quotient is exact.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        dtype = torch.float32 if world.device.type == "mps" else torch.float64
+        self._items = torch.zeros((), dtype=dtype, device=world.device)
+        self.empty_windows = torch.zeros((), dtype=dtype, device=world.device)
+        """Windows without a single item since it was last set to zero."""
+        self.by_items: bool | None = None
+        """Whether the losses are `Mean`; None before this rank has seen one."""
+
+    def weigh(self, loss: Tensor | Mean, samples: int, window: Window) -> Tensor:
+        """The loss to differentiate. The window's gradient is the sum of these over its micro-batches, averaged over the ranks."""
+        if self.by_items is None:
+            self.by_items = isinstance(loss, Mean)
+        if self.by_items is not isinstance(loss, Mean):
+            raise ValueError("the loss is a Mean in some steps and a plain tensor in others: return the same kind every time")
+        # DDP averages the ranks' gradients, which divides by world.size: undone here
+        if not isinstance(loss, Mean):
+            return loss * (samples * self._world.size / window.size)
+        self._items += loss.count
+        return loss.total * (self._world.size / _nominal(window))
+
+    def settle(self, parameters: Sequence[nn.Parameter], window: Window) -> None:
+        """After the window's reduction: the gradients of the mean over its items. Zero gradients where it had none."""
+        if not self.by_items:
+            return
+        items = self._world.sum(self._items)
+        self._items.zero_()
+        self.empty_windows += items == 0
+        quotient = torch.where(items == 0, 1.0, items / _nominal(window))
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(quotient)
+
+
+def _nominal(window: Window) -> int:
+    return 1 << window.size.bit_length()
