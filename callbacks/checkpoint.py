@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ class Checkpoint(Callback):
     With `monitor`, a key of the evaluation, the best one so far is kept as ``best.pt`` besides, written after the evaluation that
     reached it. `mode`: "min" or "max". Ties and NaN are not better.
 
-    Raises TypeError or ValueError for arguments out of range; at the start of `fit`, FileExistsError when a fresh run would write
-    into a folder that already holds a run's checkpoints; OSError when a file cannot be written, which ends the run.
+    Raises TypeError or ValueError for arguments out of range; at the start of `fit`, before any callback has written anything,
+    FileExistsError when a fresh run would write into a folder that already holds a run's checkpoints, and ValueError for a
+    `monitor` without eval_data; OSError when a file cannot be written, which ends the run.
     """
 
     def __init__(
@@ -35,11 +37,15 @@ class Checkpoint(Callback):
         monitor: str | None = None,
         mode: str = "min",
     ) -> None:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folder must be the path of a folder; found {folder!r}")
+        if not isinstance(monitor, str | None):
+            raise TypeError(f"monitor must be a key of the evaluation or None; found {monitor!r}")
         for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs), ("keep_last", keep_last)):
             if value is None and name != "keep_last":
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int; found {value!r}")
+                raise TypeError(f"{name} must be an int; found {value!r} ({type(value).__name__})")
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more; found {value}")
         if mode not in ("min", "max"):
@@ -59,13 +65,17 @@ class Checkpoint(Callback):
         """Where the best checkpoint is kept: ``best.pt`` in the folder."""
         return self._files.folder / "best.pt"
 
-    def on_fit_start(self, trainer: DDPTrainer) -> None:
-        self._files.folder.mkdir(parents=True, exist_ok=True)
+    def before_fit(self, trainer: DDPTrainer) -> None:
+        if self._monitor is not None and not trainer.eval_sets:
+            raise ValueError(f"Checkpoint monitors {self._monitor!r} of an evaluation: pass eval_data to the trainer")
         if trainer.state.step == 0 and (found := self._files.steps()):
             raise FileExistsError(
                 f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}): continue it with "
                 f"fit(resume_from={str(self._files.folder)!r}), or give the new run another folder"
             )
+
+    def on_fit_start(self, trainer: DDPTrainer) -> None:
+        self._files.folder.mkdir(parents=True, exist_ok=True)
         self._files.sweep()
         self._is_best = False
 
@@ -73,7 +83,10 @@ class Checkpoint(Callback):
         if self._monitor is None:
             return
         if self._monitor not in metrics:
-            raise KeyError(f"Checkpoint: monitor={self._monitor!r} is not a key of the evaluation: {', '.join(sorted(metrics))}")
+            raise ValueError(
+                f"Checkpoint monitors {self._monitor!r}, which is no key of the evaluation: it has "
+                f"{', '.join(map(repr, metrics))}"
+            )
         value = self._sign * metrics[self._monitor]
         if math.isnan(value) and not self._warned:
             _log.warning("Checkpoint: %s is NaN at step %d, which is never the best", self._monitor, trainer.state.step)

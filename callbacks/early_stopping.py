@@ -23,7 +23,7 @@ class EarlyStopping(Callback):
     A tie is no improvement, and neither is NaN, of which one RuntimeWarning is given. The best value and the count are
     part of a checkpoint. The weights stay those of the last step: the best ones are in `Checkpoint`'s ``best.pt``.
 
-    Raises TypeError and ValueError for unusable arguments.
+    Raises TypeError and ValueError for unusable arguments, and ValueError at the start of `fit` without eval_data.
     """
 
     def __init__(self, monitor: str, patience: int, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
@@ -48,6 +48,10 @@ class EarlyStopping(Callback):
         self.count = 0
         """Evaluations in a row without improvement."""
         self._warned = False
+
+    def before_fit(self, trainer: DDPTrainer) -> None:
+        if not trainer.eval_sets:
+            raise ValueError(f"EarlyStopping monitors {self.monitor!r} of an evaluation: pass eval_data to the trainer")
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:

@@ -103,7 +103,7 @@ def draw(panel: Axes, title: str, curves: dict[str, Curve]) -> None:
             width = 1.6 * (len(curves) - place) - 0.8
             axes.plot(curve.steps, curve.losses, label=name, linewidth=width, color=f"C{place}", solid_joinstyle="round")
     curve = next(iter(curves.values()))
-    tail = max(2, len(curve.steps) // 10)
+    tail = min(len(curve.steps), max(2, len(curve.steps) // 10))
     low, high = min(curve.losses[-tail:]), max(curve.losses[-tail:])
     zoom.set_xlim(curve.steps[-tail], curve.steps[-1])
     zoom.set_ylim(low - 0.1 * (high - low), high + 0.1 * (high - low))

@@ -35,7 +35,11 @@ class StopAgreement:
         self._is_open = False
 
     def ask(self, reason: str) -> None:
-        """This rank wishes to stop; the first reason stays. Ignored unless open."""
+        """This rank wishes to stop; the first reason stays. Ignored unless open. TypeError or ValueError for no reason."""
+        if not isinstance(reason, str):
+            raise TypeError(f"stop needs a reason, a text; found {reason!r} ({type(reason).__name__})")
+        if not reason:
+            raise ValueError("stop needs a reason; found an empty text")
         if self._is_open:
             self._wish = self._wish or reason
 

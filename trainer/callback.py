@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ class Callback:
     @name.setter
     def name(self, name: str) -> None:
         self.__dict__["_name"] = name
+
+    def before_fit(self, trainer: DDPTrainer) -> None:
+        """Once per `fit`, before any callback's `on_fit_start`: raise here what rules the run out. Nothing may be written yet."""
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         """Once per `fit`, after a checkpoint was restored and before the first step."""
@@ -74,9 +77,15 @@ class Dispatcher:
 
     def __init__(self, callbacks: Sequence[Callback], guard: HookGuard, active: bool) -> None:
         names: set[str] = set()
-        for callback in callbacks:
+        if isinstance(callbacks, (str, bytes, Mapping)) or not isinstance(callbacks, Iterable):
+            raise TypeError(f"callbacks must be a list of trainer.Callback instances, as in [ProgressBar()]; found {callbacks!r}")
+        self._callbacks = list(callbacks)
+        for callback in self._callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks must be instances of trainer.Callback; found {callback!r}")
+            name: Any = callback.name
+            if not isinstance(name, str) or not name:
+                raise TypeError(f"the name of a callback must be a non-empty text; found {name!r} ({callback!r})")
             if callback.name in names:
                 raise ValueError(
                     f"two callbacks are named {callback.name!r}: give one another name, as in callback.name = "
@@ -84,10 +93,11 @@ class Dispatcher:
                 )
             names.add(callback.name)
         self._names = names
-        self._callbacks = list(callbacks) if active else []
+        self._callbacks = self._callbacks if active else []
         self._guard = guard
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
+        self._run("before_fit", lambda callback: callback.before_fit(trainer))
         self._run("on_fit_start", lambda callback: callback.on_fit_start(trainer))
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -115,20 +125,25 @@ class Dispatcher:
         self._run("on_exception", close)
 
     def state_dict(self) -> dict[str, Any]:
-        return {callback.name: callback.state_dict() for callback in self._callbacks}
+        saved: dict[str, Any] = {}
+        self._run("state_dict", lambda callback: saved.update({callback.name: callback.state_dict()}))
+        return saved
 
     def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
-        for callback in self._callbacks:
+        def load(callback: Callback) -> None:
             if callback.name in state:
                 callback.load_state_dict(state[callback.name])
+
+        self._run("load_state_dict", load)
         unknown = sorted(set(state) - self._names)
         if unknown:
             _log.warning("ignored the checkpoint's state of callbacks that this trainer has not: %s", ", ".join(unknown))
 
     def _run(self, hook: str, call: Callable[[Callback], None]) -> None:
+        outer = self._guard.running_hook  # a state_dict is often asked for inside another hook
         for callback in self._callbacks:
             self._guard.running_hook = f"{callback.name}.{hook}"
             try:
                 call(callback)
             finally:
-                self._guard.running_hook = None
+                self._guard.running_hook = outer

@@ -119,13 +119,18 @@ def read(path: Path) -> dict[str, Any]:
 def find(resume_from: str | Path) -> dict[str, Any] | None:
     """What to resume from: a file's content, or that of the newest whole one in a folder; None for an empty or missing folder.
 
-    Raises FileNotFoundError for a file that does not exist, CheckpointError for what cannot be used.
+    Raises TypeError or ValueError for what is no path, FileNotFoundError for a file that does not exist, CheckpointError for
+    what cannot be used.
     """
+    if not isinstance(resume_from, (str, os.PathLike)):
+        raise TypeError(f"resume_from must be the path of a checkpoint or of a folder of them; found {resume_from!r}")
+    if not os.fspath(resume_from):
+        raise ValueError("resume_from is an empty text: name a checkpoint or a folder of them, or pass None to start afresh")
     path = Path(resume_from)
     if path.is_file():
         return read(path)
     if path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir():
-        raise FileNotFoundError(f"resume_from={str(path)!r} does not exist; name a checkpoint file, or a folder of them")
+        raise FileNotFoundError(f"resume_from={str(path)!r} does not exist: name a checkpoint file, or a folder of them")
     return CheckpointFolder(path).newest()
 
 

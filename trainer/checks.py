@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
@@ -16,22 +20,50 @@ from .data import LOADER_OPTIONS
 from .plan import Plan
 from .world import World
 
+NO_LOSS_FN = "the default training_step needs loss_fn: pass loss_fn=... to DDPTrainer, or override training_step"
+
 
 def check_model(model: Any, optimizer: Any) -> None:
-    """TypeError or ValueError for a model that is none, and for an optimizer built on something else."""
+    """TypeError or ValueError for a model that is none or unfinished, and for an optimizer built on something else."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; found {_kind(model)}")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise TypeError(f"model must be the bare module, the trainer wraps it itself; found {_kind(model)}: pass model.module")
+    if unfinished := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]:
+        raise ValueError(
+            f"the model is not built yet: {', '.join(unfinished)} have no shape before the first forward. Call model(...) on one "
+            "batch, then build the optimizer"
+        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {_kind(optimizer)}")
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [tuple(item.shape) for group in optimizer.param_groups for item in group["params"] if id(item) not in own]
     if foreign:
         raise ValueError(
-            f"the optimizer holds {len(foreign)} parameters that are not the model's (the first has shape {foreign[0]}): "
-            "build it on model.parameters() of the model you pass"
+            f"{len(foreign)} of the optimizer's parameters are not the model's (the first has shape {foreign[0]}): build it on "
+            "model.parameters() of the model you pass"
         )
+
+
+def check_settings(config: Any, world: Any, loss_fn: Any) -> None:
+    """TypeError for what is no config, no world or no loss function; ValueError for options that DDP would not take."""
+    if not isinstance(config, TrainerConfig):
+        raise TypeError(f"config must be a TrainerConfig, as in config=TrainerConfig(epochs=3); found {_kind(config)}")
+    if not isinstance(world, World | None):
+        raise TypeError(f"world must be a World, as World.from_env() returns it; found {_kind(world)}")
+    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
+        raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets); found {_kind(loss_fn)}")
+    _check_ddp_options(config.ddp_options)
+
+
+def _check_ddp_options(options: Mapping[str, Any]) -> None:
+    settled = ("module", "device_ids", "output_device", "dim", "process_group", "device_mesh", "static_graph")
+    known = [name for name in inspect.signature(nn.parallel.DistributedDataParallel).parameters if name not in settled]
+    for option in options:
+        if option in settled and option != "static_graph":  # of which TrainerConfig lets only False pass
+            raise ValueError(f"ddp_options: {option!r} is settled by the trainer, from model and world: leave it out")
+        if option not in (*known, *settled):
+            raise ValueError(f"ddp_options: DistributedDataParallel has no option {option!r}; there are {', '.join(known)}")
 
 
 def check_dataset(data: Any, name: str) -> None:
@@ -41,28 +73,43 @@ def check_dataset(data: Any, name: str) -> None:
             f"{name} must be a Dataset, not a DataLoader: the trainer makes the batches. Pass loader.dataset, set batch_size in "
             "TrainerConfig, and give num_workers, collate_fn, ... as loader_options"
         )
-    if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise TypeError(f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}")
-    if len(data) == 0:
+    if isinstance(data, list) and any(isinstance(item, (Dataset, DataLoader)) for item in data[:1]):
+        raise TypeError(
+            f"{name} must be one Dataset; found a list of them: join them in a torch.utils.data.ConcatDataset (for several "
+            "evaluation sets pass a mapping of names to datasets)"
+        )
+    if isinstance(data, IterableDataset):
+        raise TypeError(
+            f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}, an IterableDataset, whose "
+            "samples cannot be divided exactly: give it these two methods"
+        )
+    missing = " and ".join(method for method in ("__getitem__", "__len__") if not hasattr(data, method))
+    if missing or (isinstance(data, (str, bytes, tuple, type, Mapping)) and not isinstance(data, Dataset)):
+        hint = ": tensors go into a torch.utils.data.TensorDataset" if isinstance(data, tuple) else ""
+        hint = f", which has no {missing}" if missing else hint
+        raise TypeError(f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}{hint}")
+    if _length(data, name) == 0:
         raise ValueError(f"{name} is empty: {_kind(data)} of length 0")
 
 
-def named_sets(data: Any) -> dict[str, Dataset[Any]]:
-    """Evaluation data by name; a single dataset has the name ''. Checked."""
+def named_sets(data: Any, argument: str) -> dict[str, Dataset[Any]]:
+    """Evaluation data by name; a single dataset has the name ''. Checked; `argument` is what the user knows it by."""
     if data is None:
         return {}
-    if not isinstance(data, Mapping):
-        check_dataset(data, "eval_data")
+    if not isinstance(data, Mapping) or isinstance(data, Dataset):
+        check_dataset(data, argument)
         return {"": data}
+    if not data:
+        raise ValueError(f"{argument} is a mapping without datasets: pass some, or None")
     for name, dataset in data.items():
         if not isinstance(name, str) or not name:
-            raise TypeError(f"the names of evaluation sets must be non-empty strings; found {name!r}")
-        check_dataset(dataset, f"eval_data[{name!r}]")
+            raise TypeError(f"the names in {argument} must be non-empty strings; found {name!r}")
+        check_dataset(dataset, f"{argument}[{name!r}]")
     return dict(data)
 
 
-def check_loader_options(options: Mapping[str, Any]) -> None:
-    """ValueError for a DataLoader option that the trainer settles itself, or that does not exist."""
+def check_loader_options(options: Any) -> None:
+    """TypeError or ValueError for a DataLoader option that the trainer settles itself, or that DataLoader would not take."""
     settled = {
         "batch_size": "set TrainerConfig.batch_size",
         "shuffle": "set TrainerConfig.shuffle",
@@ -79,6 +126,26 @@ def check_loader_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"loader_options: {option!r} is settled by the trainer: {settled[option]}")
         if option not in LOADER_OPTIONS:
             raise ValueError(f"loader_options: there is no option {option!r}; there are {', '.join(sorted(LOADER_OPTIONS))}")
+    _check_values(options)
+
+
+def _check_values(options: Mapping[str, Any]) -> None:
+    workers, generator = options.get("num_workers", 0), options.get("generator")
+    if isinstance(workers, bool) or not isinstance(workers, int):
+        raise TypeError(f"loader_options: num_workers must be a Python int; found {workers!r} ({_kind(workers)})")
+    if not isinstance(generator, torch.Generator | None):
+        raise TypeError(f"loader_options: generator must be a torch.Generator; found {_kind(generator)}")
+    for name in ("collate_fn", "worker_init_fn"):
+        if options.get(name) is not None and not callable(options[name]):
+            raise TypeError(f"loader_options: {name} must be callable; found {_kind(options[name])}")
+    if workers == 0 and options.get("timeout"):
+        raise ValueError(f"loader_options: timeout={options['timeout']} needs num_workers of 1 or more")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of too many workers, say: it comes again
+            DataLoader([], batch_size=None, **options)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"loader_options: DataLoader refuses them: {error}") from None
 
 
 def check_sampler(sampler: Any) -> None:
@@ -91,23 +158,35 @@ def check_sampler(sampler: Any) -> None:
         raise ValueError(
             "sampler: a BatchSampler gives batches, not samples; pass its inner sampler and set TrainerConfig.batch_size"
         )
-    if not isinstance(sampler, Sampler) and not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
+    iterable = hasattr(sampler, "__iter__") and hasattr(sampler, "__len__") and not isinstance(sampler, (str, bytes, type))
+    if not isinstance(sampler, Sampler) and not iterable:
         raise TypeError(f"sampler must be a torch.utils.data.Sampler with a length; found {_kind(sampler)}")
-    try:
-        length = len(sampler)
-    except TypeError:
-        raise TypeError(f"sampler must have a length: {_kind(sampler)} has none") from None
-    if length == 0:
+    if not hasattr(sampler, "__len__"):
+        raise TypeError(f"sampler must have a length, __len__: {_kind(sampler)} has none")
+    if _length(sampler, "sampler") == 0:
         raise ValueError(f"sampler is empty: {_kind(sampler)} of length 0")
 
 
-def check_plan(plan: Plan) -> None:
+def check_index(index: Any) -> int:
+    """What a sampler gave, as an int. TypeError for what is none."""
+    if isinstance(index, int):
+        return index
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise TypeError(f"the sampler must give indices of single samples, ints; found {index!r} ({_kind(index)})") from None
+
+
+def check_plan(plan: Plan, config: TrainerConfig) -> None:
     """ValueError when `drop_last` leaves nothing to train on."""
     if plan.steps_per_epoch == 0:
+        accumulation = f" x accumulation_steps {config.accumulation_steps}" if config.accumulation_steps > 1 else ""
+        how = f"world size {plan.world_size} x batch_size {plan.batch_size}{accumulation}"
+        if config.global_batch_size is not None:
+            how = f"global_batch_size={config.global_batch_size}; world size {plan.world_size}"
         raise ValueError(
             f"drop_last=True leaves nothing to train on: {plan.samples} samples are fewer than one global batch of "
-            f"{plan.window_size} (world size {plan.world_size}, batch_size {plan.batch_size}). Lower the batch size or set "
-            "drop_last=False"
+            f"{plan.window_size} ({how}). Lower it, or set drop_last=False"
         )
 
 
@@ -134,10 +213,13 @@ def agree(world: World, model: nn.Module, train_samples: int, eval_sets: Mapping
 def check_loss(output: Mapping[str, Any]) -> Tensor:
     """The loss in a training step's output, if it can be trained on: TypeError or ValueError naming what was returned."""
     if "loss" not in output:
-        raise ValueError(f"training_step must return the key 'loss'; it returned {sorted(output)}")
+        raise ValueError(f"training_step must return a mapping with the key 'loss'; its keys are {list(output)}")
     loss = output["loss"]
     if not isinstance(loss, Tensor):
-        raise TypeError(f"training_step must return the loss as a 0-dim tensor; found {_kind(loss)}")
+        raise TypeError(
+            f"training_step must return the loss as a 0-dim tensor, as the loss function gave it (without .item()); found "
+            f"{_kind(loss)}"
+        )
     if loss.numel() != 1:
         raise ValueError(
             f"the loss must be a scalar, the mean over the batch's samples; found a tensor of shape {tuple(loss.shape)}. With "
@@ -148,7 +230,20 @@ def check_loss(output: Mapping[str, Any]) -> Tensor:
             "the loss has no graph: nothing to differentiate. It must be computed from model(...) without .detach(), .item() or "
             "torch.no_grad()"
         )
+    if loss.is_complex():
+        raise ValueError(f"the loss must be a real number; found {loss.dtype}: take .real or .abs()")
     return loss
+
+
+def check_pair(batch: Any) -> tuple[Any, Any]:
+    """A batch of the default steps. TypeError for what is not ``(inputs, targets)``."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise TypeError(
+            f"the default training_step takes batches (inputs, targets); found {_kind(batch)}{length}: override training_step, "
+            "or let each sample of the dataset be such a pair"
+        )
+    return batch[0], batch[1]
 
 
 def warn_of_evaluation_mode(model: nn.Module, is_main: bool) -> None:
@@ -167,5 +262,16 @@ def _tensors(model: nn.Module) -> list[str]:
     return [f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}" for name, tensor in named]
 
 
+def _length(data: Any, name: str) -> int:
+    try:
+        return len(data)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: the length of {_kind(data)} cannot be used: {error}") from error
+
+
 def _kind(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+    if value is None:
+        return "None"
+    kind = value if isinstance(value, type) else type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"the class {name} itself, no instance of it" if isinstance(value, type) else name

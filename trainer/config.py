@@ -65,7 +65,8 @@ class TrainerConfig:
             raise ValueError(f"schedule must be one of {', '.join(map(repr, get_args(Schedule)))}; found {self.schedule!r}")
         if self.max_grad_norm is not None:
             if isinstance(self.max_grad_norm, bool) or not isinstance(self.max_grad_norm, (int, float)):
-                raise TypeError(f"max_grad_norm must be a number above 0 or None; found {self.max_grad_norm!r}")
+                kind = type(self.max_grad_norm).__name__
+                raise TypeError(f"max_grad_norm must be a Python number above 0 or None; found {self.max_grad_norm!r} ({kind})")
             if not self.max_grad_norm > 0:
                 raise ValueError(f"max_grad_norm must be above 0 (None switches clipping off); found {self.max_grad_norm!r}")
         if self.global_batch_size is not None and self.accumulation_steps != 1:
@@ -85,7 +86,7 @@ class TrainerConfig:
 
     def plain(self) -> dict[str, Any]:
         """Field by field, for a checkpoint or a log; what is not a plain value becomes its text."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values = {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
         values["ddp_options"] = {key: _plain(value) for key, value in self.ddp_options.items()}
         return values
 
@@ -94,7 +95,8 @@ class TrainerConfig:
         if value is None and optional:
             return
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int{' or None' if optional else ''}; found {value!r} ({type(value).__name__})")
+            words = "a Python int or None" if optional else "a Python int"
+            raise TypeError(f"{name} must be {words}; found {value!r} ({type(value).__name__})")
         if value < least:
             raise ValueError(f"{name} must be {least} or more{' (or None)' if optional else ''}; found {value}")
 
@@ -105,4 +107,5 @@ class TrainerConfig:
 
 
 def _plain(value: Any) -> Any:
-    return value if value is None or type(value) in (bool, int, float, str) else repr(value)
+    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
+    return (None if value is None else repr(value)) if kind is None else kind(value)  # numpy's float64 is a float, too

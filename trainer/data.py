@@ -40,7 +40,8 @@ class Loader:
         options = dict(options)
         source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose)
         if "generator" not in options:  # `iter(DataLoader)` would draw from torch's default generator
-            options["generator"] = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
+            own_seed = secrets.randbits(63) if seed is None else mix(purpose, seed) >> 1
+            options["generator"] = torch.Generator().manual_seed(own_seed)
         self._asked = _Requests()
         self._loader: DataLoader[Any] = DataLoader(source, batch_size=None, sampler=self._asked, collate_fn=_unchanged, **options)
 
@@ -109,6 +110,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         for key, value in batch.items():
             moved[key] = to_device(value, device)
         return moved
+    if isinstance(batch, Mapping):
+        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple):
         values = [to_device(value, device) for value in batch]
         return batch._make(values) if hasattr(batch, "_make") else type(batch)(values)

@@ -76,6 +76,8 @@ class DDPTrainer:
 
     model: nn.Module
     """The bare module, without any wrapper."""
+    eval_sets: dict[str, Dataset[Any]]
+    """The evaluation data by name; a single dataset has the name ''. Empty if there is none."""
 
     def __init__(
         self,
@@ -93,23 +95,27 @@ class DDPTrainer:
         world: World | None = None,
     ) -> None:
         checks.check_model(model, optimizer)
+        self.config = TrainerConfig() if config is None else config
+        checks.check_settings(self.config, world, loss_fn)
         self._opened_world = world is None and not World.is_open()
-        self.world = world or World.from_env()
+        self.world = World.from_env() if world is None else world
         self.world.outside_hook("DDPTrainer")
-        self.config = config or TrainerConfig()
         self.model = model.to(self.world.device)
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.state = TrainerState()
-        self._eval_sets = checks.named_sets(eval_data)
-        self._train = TrainData(train_data, sampler, loader_options or {}, self.config, self.world.rank, self.world.size)
-        self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self._eval_sets))
+        with self.world.together():  # what is wrong on one rank is an error on all
+            self.eval_sets = checks.named_sets(eval_data, "eval_data")
+            self._train = TrainData(train_data, sampler, loader_options, self.config, self.world.rank, self.world.size)
+            if train_data is not None and loss_fn is None and type(self).training_step is DDPTrainer.training_step:
+                raise ValueError(checks.NO_LOSS_FN)
+            self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self.eval_sets))
+            self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
         self.scheduler = self._schedule.scheduler
-        self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
         self._replica = Replica(model, self.world, self.config.ddp_options)
         self._agreement = StopAgreement(self.world, self.config.log_every)
         self._reporter: Reporter
-        checks.agree(self.world, model, self._train.plan.samples, self._eval_sets, self.config)
+        checks.agree(self.world, model, self._train.plan.samples, self.eval_sets, self.config)
         self.world.broadcast_tensors([*model.parameters(), *model.buffers()])
 
     # ---------------------------------------------------------------------------------------------- called on every rank
@@ -146,7 +152,7 @@ class DDPTrainer:
         ``name/key``. Fires no hook, moves no scheduler; modes and random state are put back. Raises ValueError without data.
         """
         self.world.outside_hook("evaluate")
-        sets = self._eval_sets if data is None else checks.named_sets(data)
+        sets = self.eval_sets if data is None else checks.named_sets(data, "data")
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
@@ -179,8 +185,8 @@ class DDPTrainer:
         are averaged over the ranks. Default: ``loss_fn(model(inputs), targets)`` for batches ``(inputs, targets)``.
         """
         if self.loss_fn is None:
-            raise ValueError("the default training_step needs loss_fn: pass loss_fn=... to DDPTrainer or override training_step")
-        inputs, targets = batch
+            raise ValueError(checks.NO_LOSS_FN)
+        inputs, targets = checks.check_pair(batch)
         return self.loss_fn(model(inputs), targets)
 
     def eval_step(self, model: nn.Module, batch: Any) -> StepOutput:
@@ -292,7 +298,9 @@ class DDPTrainer:
             self._replica.backward_zeros()
         if self.config.max_grad_norm is not None:
             self._reporter.grad_norm = nn.utils.clip_grad_norm_(self._replica.trainable, self.config.max_grad_norm)
-        self._reporter.rates = [group["lr"] for group in self.optimizer.param_groups]
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        # a copy: the scheduler writes the next rate into the same tensor
+        self._reporter.rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
         self.optimizer_step()
         self._schedule.after_step()
         self._replica.zero_gradients()
@@ -314,7 +322,7 @@ class DDPTrainer:
         if report_due or epoch_over:
             self._reporter.reduce(state.step)
         self._hooks.on_step(self, self.summarize(self._reporter.take_report()) if report_due else {})
-        if evaluation_due and self._eval_sets:
+        if evaluation_due and self.eval_sets:
             self._hooks.on_eval(self, self._evaluate())
         if epoch_over:
             self._hooks.on_epoch_end(self, self.summarize(self._reporter.take_epoch()))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +24,15 @@ StepOutput = Tensor | Mapping[str, Tensor | float | Mean]
 """What `training_step` and `eval_step` may return."""
 
 
-def as_mapping(output: StepOutput, step: str) -> Mapping[str, Tensor | float | Mean]:
-    """A step's output as a mapping with the key ``loss``. Raises TypeError or ValueError naming what was returned."""
+def as_mapping(output: Any, step: str) -> Mapping[str, Tensor | float | Mean]:
+    """A step's output as a mapping; a tensor is its ``loss``. Raises TypeError naming what was returned."""
     if isinstance(output, Tensor):
         return {"loss": output}
     if not isinstance(output, Mapping):
-        raise TypeError(f"{step} must return a loss tensor or a mapping with the key 'loss'; it returned {type(output).__name__}")
+        kind = type(output).__name__
+        if output is None or isinstance(output, (int, float)):
+            kind = "None (is a return missing?)" if output is None else f"{kind} (a number has no graph: leave out .item())"
+        raise TypeError(f"{step} must return the loss, a tensor, or a mapping such as {{'loss': loss, ...}}; it returned {kind}")
     return output
 
 
@@ -52,23 +56,27 @@ class WeightedSums:
         """The running sum: 0-dim, on the device; changes with every `add`."""
         return self._totals[key]
 
-    def add(self, values: Mapping[str, Tensor | float | Mean], samples: int) -> None:
+    def add(self, values: Mapping[Any, Tensor | float | Mean], samples: int) -> None:
         """Add one batch: a plain value is a mean over its `samples`, a `Mean` carries its own weight.
 
-        Raises ValueError for other keys than before, and for a tensor with more than one element.
+        Raises ValueError for other keys than before, and TypeError or ValueError for what is no scalar.
         """
         if values.keys() != self._totals.keys():
             if self._totals:
                 raise ValueError(
-                    f"a step must return the same keys every time: they were {sorted(self._totals)}, now {sorted(values)} (where "
+                    f"a step must return the same keys every time: they were {list(self._totals)}, now {list(values)} (where "
                     "there is no value, return a Mean with count 0)"
+                )
+            if strange := [key for key in values if not isinstance(key, str)]:
+                raise TypeError(
+                    f"the keys that a step returns must be strings; found {strange[0]!r} ({type(strange[0]).__name__})"
                 )
             self._totals = {key: self._zeros.clone() for key in values}
             self._counts = dict.fromkeys(values, 0.0)
         for key, value in values.items():
             if isinstance(value, Mean):
                 self._totals[key].add_(_scalar(value.total, key))
-                self._counts[key] = self._counts[key] + _scalar(value.count, key)
+                self._counts[key] = self._zeros + self._counts[key] + _scalar(value.count, key)
             else:
                 self._totals[key].add_(_scalar(value, key), alpha=samples)
                 self._counts[key] += samples
@@ -85,12 +93,15 @@ class WeightedSums:
         return packed
 
 
-def _scalar(value: Tensor | float, key: str) -> Tensor | float:
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(f"{key!r} must be a scalar (0-dim tensor or number); found a tensor of shape {tuple(value.shape)}")
-    return value.detach().reshape(())
+def _scalar(value: Any, key: str) -> Tensor | float:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach().reshape(())
+    if isinstance(value, (int, float, Real)):  # numpy's numbers are Real
+        return float(value)
+    wanted = f"{key!r} must be a real scalar (0-dim tensor or number)"
+    if isinstance(value, Tensor):
+        raise ValueError(f"{wanted}; found a {value.dtype} tensor of shape {tuple(value.shape)}: take its .mean(), say")
+    raise TypeError(f"{wanted}, or a Mean; found {value!r} ({type(value).__name__})")
 
 
 def means(keys: tuple[str, ...], packed: list[float]) -> dict[str, float]:

@@ -66,10 +66,14 @@ def sequence(positions: range) -> list[int]:
     return list(positions)
 
 
-def drawn(indices: list[int], length: int) -> Order:
-    """A user's sampler, drawn once: its indices are the order. ValueError unless there are `length` of them, as it announced."""
+def drawn(indices: list[int], length: int, samples: int) -> Order:
+    """A user's sampler, drawn once: its indices are the order. ValueError unless there are `length` of them, as it announced,
+    each below `samples`, the length of the dataset."""
     if len(indices) != length:
         raise ValueError(f"the sampler announced {length} samples with len(), but gave {len(indices)}")
+    if min(indices) < 0 or max(indices) >= samples:
+        wrong = next(index for index in indices if not 0 <= index < samples)
+        raise ValueError(f"the sampler gave the index {wrong}, but train_data holds {samples} samples: 0 to {samples - 1}")
     return lambda positions: [indices[position] for position in positions]
 
 

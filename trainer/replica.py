@@ -38,7 +38,10 @@ class Replica:
         """
         trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         if not trainable:
-            raise ValueError("no parameter of the model requires a gradient: there is nothing to train")
+            raise ValueError(
+                "no parameter of the model requires a gradient, so there is nothing to train: call requires_grad_() on those "
+                "that shall learn, before fit or in before_epoch"
+            )
         if list(map(id, trainable)) == list(map(id, self.trainable)):
             return
         self.release()

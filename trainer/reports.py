@@ -15,6 +15,7 @@ from .metrics import Mean, WeightedSums, agree_on_keys, means
 from .replica import Replica
 from .world import World
 
+_OWN = {"lr", "grad_norm", "samples_per_second"}
 _MARKS = 4_096  # steps between two reports of which the first non-finite loss is known exactly
 
 
@@ -43,7 +44,9 @@ class Reporter:
         self._started = time.perf_counter()
 
     def add(self, values: Mapping[str, Tensor | float | Mean], samples: int) -> None:
-        """One micro-batch of this rank's."""
+        """One micro-batch of this rank's. Raises ValueError for a key that every report has anyway."""
+        if self._keys is None and (clash := [key for key in values if key in _OWN or str(key).startswith("lr/")]):
+            raise ValueError(f"training_step returned the key {clash[0]!r}, under which the trainer reports its own: rename it")
         self._sums.add(values, samples)
 
     def end_step(self, samples: int) -> None:

@@ -31,8 +31,16 @@ class Schedule:
         self._monitor = config.monitor
         if scheduler is not None and not isinstance(scheduler, LRScheduler) and callable(scheduler):
             if total_steps is None:
-                raise ValueError("scheduler: a callable needs the total number of steps, which is unknown without train_data")
+                raise ValueError(
+                    "scheduler: a callable needs the total number of steps, which is unknown without train_data: pass that too, "
+                    "or leave the scheduler out"
+                )
             scheduler = scheduler(optimizer, total_steps)
+            if not isinstance(scheduler, LRScheduler):
+                raise TypeError(
+                    "scheduler: the callable (optimizer, total_steps) must return an LRScheduler; it returned "
+                    f"{'None' if scheduler is None else type(scheduler).__name__}"
+                )
         self.scheduler: LRScheduler | None = scheduler
         if scheduler is not None:
             self._check(scheduler, optimizer, has_eval_data)
@@ -54,7 +62,10 @@ class Schedule:
         elif self._monitor in metrics:
             self.scheduler.step(metrics[self._monitor])
         else:
-            raise ValueError(f"monitor={self._monitor!r} is not a key of the evaluation; there are {', '.join(sorted(metrics))}")
+            raise ValueError(
+                f"schedule='eval': monitor={self._monitor!r} is not a key of the evaluation; set it to one of "
+                f"{', '.join(map(repr, sorted(metrics)))}"
+            )
 
     def _check(self, scheduler: Any, optimizer: Optimizer, has_eval_data: bool) -> None:
         if not isinstance(scheduler, LRScheduler):
@@ -63,8 +74,11 @@ class Schedule:
                 f"{type(scheduler).__name__}"
             )
         if scheduler.optimizer is not optimizer:
-            raise ValueError("the scheduler was built on another optimizer than the one passed to the trainer")
+            raise ValueError(
+                "the scheduler was built on another optimizer than the one passed to the trainer: build it on that one, or pass "
+                "a callable (optimizer, total_steps) that does"
+            )
         if isinstance(scheduler, ReduceLROnPlateau) and self._unit != "eval":
             raise ValueError(f"ReduceLROnPlateau follows an evaluation: set schedule='eval'; found schedule={self._unit!r}")
         if self._unit == "eval" and not has_eval_data:
-            raise ValueError("schedule='eval' needs eval_data: the scheduler moves after each evaluation")
+            raise ValueError("schedule='eval' needs eval_data, which is None: the scheduler moves after each evaluation")

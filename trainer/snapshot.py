@@ -23,6 +23,9 @@ def check(
 
     Returns the model's part under the model's own keys.
     """
+    parts = ("state", "config", "model", "optimizer", "scheduler", "callbacks")
+    if missing := [part for part in parts if part not in state]:
+        raise ValueError(f"this is not what DDPTrainer.state_dict() gave: {', '.join(missing)} missing; found {list(state)[:8]}")
     own = model.state_dict()
     saved = _clean_keys(state["model"], own)
     _check_run(state["config"], run_config)
@@ -31,6 +34,8 @@ def check(
     if (state["scheduler"] is None) != (scheduler is None):
         with_it, without = ("this trainer", "the checkpoint's run") if scheduler else ("the checkpoint's run", "this trainer")
         raise ValueError(f"{with_it} has a scheduler and {without} has none: build the trainer as the run's was")
+    if scheduler is not None:
+        _check_kind("scheduler", state["scheduler"], scheduler.state_dict(), scheduler)
     return saved
 
 
@@ -87,4 +92,15 @@ def _check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     if theirs != ours:
         raise ValueError(
             f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {ours}: build it as it was"
+        )
+    _check_kind("optimizer", saved["param_groups"][0], optimizer.param_groups[0], optimizer)
+
+
+def _check_kind(what: str, saved: Mapping[str, Any], own: Mapping[str, Any], part: Any) -> None:
+    """ValueError when each has settings that the other lacks: then `part` is of another class than the checkpoint's."""
+    theirs, ours = sorted(set(saved) - set(own)), sorted(set(own) - set(saved))
+    if theirs and ours:  # one of them alone may come with another version of torch
+        raise ValueError(
+            f"the checkpoint's {what} is of another kind than {type(part).__name__}: it has {', '.join(theirs)}, and no "
+            f"{', '.join(ours)}. Build the {what} as the run's was"
         )

@@ -29,13 +29,13 @@ class TrainData:
         self,
         dataset: Dataset[Any] | None,
         sampler: Sampler[int] | None,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any] | None,
         config: TrainerConfig,
         rank: int,
         world_size: int,
     ) -> None:
-        checks.check_loader_options(options)
-        self.options = options
+        self.options: Mapping[str, Any] = {} if options is None else options
+        checks.check_loader_options(self.options)
         self._dataset: Any = None
         self._sampler: Any = None
         self._config = config
@@ -45,13 +45,15 @@ class TrainData:
             self._dataset = dataset
             samples = len(self._dataset)
         if sampler is not None:
+            if dataset is None:
+                raise ValueError("a sampler gives the order of train_data: pass train_data too")
             checks.check_sampler(sampler)
             self._sampler = sampler
             samples = len(self._sampler)
         window_size = config.window_size(world_size)
         self.plan = Plan(samples, window_size, config.batch_size, rank, world_size, config.drop_last)
         if dataset is not None:
-            checks.check_plan(self.plan)
+            checks.check_plan(self.plan, config)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -85,7 +87,7 @@ class TrainData:
 
     def _order(self, epoch: int) -> Order:
         if self._sampler is not None:
-            return drawn(self._draw_sampler(epoch), self.plan.samples)
+            return drawn(self._draw_sampler(epoch), self.plan.samples, len(self._dataset))
         return Permutation(self.plan.samples, self._order_seed, epoch) if self._config.shuffle else sequence
 
     def _draw_sampler(self, epoch: int) -> list[int]:
@@ -93,9 +95,9 @@ class TrainData:
         if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
             set_epoch(epoch)
         if self._config.seed is None:
-            indices: list[int] = self._run_on_main(lambda: [int(index) for index in self._sampler])
+            indices: list[int] = self._run_on_main(lambda: list(map(checks.check_index, self._sampler)))
             return indices
         seed_generators(seed := mix(ORDER, self._config.seed, epoch))
         if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
             generator.manual_seed(seed >> 1)
-        return [int(index) for index in self._sampler]
+        return list(map(checks.check_index, self._sampler))

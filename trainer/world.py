@@ -134,20 +134,28 @@ class World:
         ranks, whose blocks then do not run. Works before and after a trainer is built.
         """
         self.outside_hook("World.main_first")
-        leads = self.local_rank == 0 if per_node else self.is_main
-        error: BaseException | None = None
-        if leads:
-            try:
+        if self.local_rank == 0 if per_node else self.is_main:
+            with self.together():
                 yield
-            except BaseException as raised:
-                error = raised
-        failures = [failure for failure in self.gather(sendable(error)) if failure is not None]
+        else:
+            with self.together():
+                pass
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """An error that the block raises on some ranks is raised on all, when every rank has left the block."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+        failures = self.gather(sendable(error))
         if error is not None:
             raise error
-        if failures:
-            raise failures[0]
-        if not leads:
-            yield
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                raise failure from RuntimeError(f"raised on rank {rank}")
 
     def run_on_main(self, function: Callable[[], T]) -> T:
         """`function` runs on rank 0 alone; every rank gets its result, or its error.
@@ -205,7 +213,7 @@ class World:
         self.outside_hook("World.broadcast_tensors")
         if self.size > 1 and tensors:
             group = dist.distributed_c10d._get_default_group()
-            dist._broadcast_coalesced(group, [tensor.detach() for tensor in tensors], 250 << 20, 0)  # type: ignore[attr-defined]
+            dist._broadcast_coalesced(group, [tensor.data for tensor in tensors], 250 << 20, 0)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Let go of every wrapper, then of the process group if `from_env` opened it. A second call does nothing.
@@ -266,8 +274,24 @@ class _Zeros(nn.Module):
         self.model = model
 
     def forward(self) -> Tensor:
-        terms = [(parameter.flatten()[:1] * 0).sum() for parameter in self.model.parameters() if parameter.requires_grad]
-        return torch.stack([term.real.double() for term in terms]).sum()
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.stack([_NoGradient.apply(parameter) for parameter in trainable]).sum()
+
+
+class _NoGradient(torch.autograd.Function):
+    """A zero that depends on a parameter and gives it no gradient.
+
+    DDP reduces that as zeros. With ``find_unused_parameters`` it counts as unused, so that a parameter which no rank has used
+    keeps no gradient, as in one process: a gradient of zeros would let weight decay and momentum move it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
 
 
 def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
