@@ -98,7 +98,7 @@ class Checkpoint(Callback):
         state = trainer.state
         due = (
             state.stop_reason is not None
-            or state.step == trainer.total_steps
+            or trainer.finished
             or (self._every_steps is not None and state.step % self._every_steps == 0)
             or (self._every_epochs is not None and state.epoch_samples == 0 and state.epoch % self._every_epochs == 0)
         )

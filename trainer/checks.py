@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from .config import TrainerConfig
 from .data import LOADER_OPTIONS
+from .metrics import Mean
 from .plan import Plan
 from .world import World
 
@@ -78,11 +79,6 @@ def check_dataset(data: Any, name: str) -> None:
             f"{name} must be one Dataset; found a list of them: join them in a torch.utils.data.ConcatDataset (for several "
             "evaluation sets pass a mapping of names to datasets)"
         )
-    if isinstance(data, IterableDataset):
-        raise TypeError(
-            f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}, an IterableDataset, whose "
-            "samples cannot be divided exactly: give it these two methods"
-        )
     missing = " and ".join(method for method in ("__getitem__", "__len__") if not hasattr(data, method))
     if missing or (isinstance(data, (str, bytes, tuple, type, Mapping)) and not isinstance(data, Dataset)):
         hint = ": tensors go into a torch.utils.data.TensorDataset" if isinstance(data, tuple) else ""
@@ -92,20 +88,51 @@ def check_dataset(data: Any, name: str) -> None:
         raise ValueError(f"{name} is empty: {_kind(data)} of length 0")
 
 
+def check_stream(stream: Any, sampler: Any, config: TrainerConfig) -> None:
+    """ValueError for what a dataset without a length cannot do."""
+    if sampler is not None:
+        raise ValueError("a sampler gives positions in train_data, but an IterableDataset has none: leave one of them out")
+    if config.drop_last and getattr(stream, "sharded", False):
+        raise ValueError("drop_last=True needs to know the end beforehand, which a stream that shards itself does not tell")
+
+
+def check_some(window: Any) -> None:
+    """ValueError for an epoch of a stream in which nothing came."""
+    if window is None:
+        raise ValueError("train_data, an IterableDataset, gave nothing to train on in this epoch: it is empty, or used up")
+
+
+def with_advice(error: BaseException, config: TrainerConfig) -> BaseException:
+    """`error`, or for a device out of memory one of the same type that also says what to change."""
+    out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if not out_of_memory or not isinstance(error, RuntimeError):
+        return error
+    size = f"global_batch_size={config.global_batch_size}" if config.global_batch_size else "the global batch"
+    return type(error)(
+        f"{error}\nout of memory with batch_size={config.batch_size}: halve it and keep {size} (set global_batch_size), and the "
+        "curve stays the same"
+    )
+
+
 def named_sets(data: Any, argument: str) -> dict[str, Dataset[Any]]:
     """Evaluation data by name; a single dataset has the name ''. Checked; `argument` is what the user knows it by."""
     if data is None:
         return {}
     if not isinstance(data, Mapping) or isinstance(data, Dataset):
-        check_dataset(data, argument)
+        _check_eval_set(data, argument)
         return {"": data}
     if not data:
         raise ValueError(f"{argument} is a mapping without datasets: pass some, or None")
     for name, dataset in data.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"the names in {argument} must be non-empty strings; found {name!r}")
-        check_dataset(dataset, f"{argument}[{name!r}]")
+        _check_eval_set(dataset, f"{argument}[{name!r}]")
     return dict(data)
+
+
+def _check_eval_set(data: Any, name: str) -> None:
+    if not isinstance(data, IterableDataset):
+        check_dataset(data, name)
 
 
 def check_loader_options(options: Any) -> None:
@@ -190,10 +217,11 @@ def check_plan(plan: Plan, config: TrainerConfig) -> None:
         )
 
 
-def agree(world: World, model: nn.Module, train_samples: int, eval_sets: Mapping[str, Any], config: TrainerConfig) -> None:
+def agree(world: World, model: nn.Module, train_samples: int | None, eval_sets: Mapping[str, Any], config: TrainerConfig) -> None:
     """Raise ValueError on every rank, naming rank and values, unless all ranks were given the same. Called on every rank."""
     mine: dict[str, Any] = {"the length of train_data": train_samples}
-    mine |= {f"the length of eval_data {name}".strip(): len(data) for name, data in eval_sets.items()}
+    for name, data in eval_sets.items():
+        mine[f"the length of eval_data {name}".strip()] = None if isinstance(data, IterableDataset) else len(data)
     mine |= {f"config.{name}": value for name, value in config.plain().items()}
     tensors = _tensors(model)
     mine["the model"] = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
@@ -210,28 +238,30 @@ def agree(world: World, model: nn.Module, train_samples: int, eval_sets: Mapping
     raise ValueError(f"the ranks were given different things: {what} is {left!r} on rank 0, {right!r} on rank {rank}")
 
 
-def check_loss(output: Mapping[str, Any]) -> Tensor:
+def check_loss(output: Mapping[str, Any]) -> Tensor | Mean:
     """The loss in a training step's output, if it can be trained on: TypeError or ValueError naming what was returned."""
     if "loss" not in output:
         raise ValueError(f"training_step must return a mapping with the key 'loss'; its keys are {list(output)}")
-    loss = output["loss"]
-    if not isinstance(loss, Tensor):
+    loss: Tensor | Mean = output["loss"]
+    total = loss.total if isinstance(loss, Mean) else loss
+    if not isinstance(total, Tensor):
         raise TypeError(
-            f"training_step must return the loss as a 0-dim tensor, as the loss function gave it (without .item()); found "
-            f"{_kind(loss)}"
+            "training_step must return the loss as a 0-dim tensor, as the loss function gave it (without .item()), or as a Mean "
+            f"of such a sum; found {_kind(total)}"
         )
-    if loss.numel() != 1:
+    if total.numel() != 1:
+        wanted = "the sum over the batch's items" if isinstance(loss, Mean) else "the mean over the batch's samples"
         raise ValueError(
-            f"the loss must be a scalar, the mean over the batch's samples; found a tensor of shape {tuple(loss.shape)}. With "
-            "reduction='none', take .mean()"
+            f"the loss must be a scalar, {wanted}; found a tensor of shape {tuple(total.shape)}. With reduction='none', take "
+            f"{'.sum()' if isinstance(loss, Mean) else '.mean()'}"
         )
-    if not loss.requires_grad:
+    if not total.requires_grad:
         raise ValueError(
             "the loss has no graph: nothing to differentiate. It must be computed from model(...) without .detach(), .item() or "
             "torch.no_grad()"
         )
-    if loss.is_complex():
-        raise ValueError(f"the loss must be a real number; found {loss.dtype}: take .real or .abs()")
+    if total.is_complex():
+        raise ValueError(f"the loss must be a real number; found {total.dtype}: take .real or .abs()")
     return loss
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Schedule = Literal["step", "epoch", "eval"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Compression = Literal["fp16", "bf16"]
+OnNonfinite = Literal["stop", "warn"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,14 @@ class TrainerConfig:
     """The key of the evaluation that `schedule="eval"` follows; with several evaluation sets `name/key`."""
     max_grad_norm: float | None = None
     """Gradients are scaled down to this L2 norm (over all parameters, of the whole window's gradient), above 0."""
+    precision: Precision = "fp32"
+    """What the steps compute in: fp32, or autocast to bf16 or fp16 (the latter with loss scaling)."""
+    scaler_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments for `torch.amp.GradScaler`, with ``precision="fp16"``."""
+    sync_batchnorm: bool = False
+    """BatchNorm over the micro-batches of all ranks, on GPUs; plain BatchNorm elsewhere, after one warning."""
+    gradient_compression: Compression | None = None
+    """Send gradients between the ranks in this format."""
     shuffle: bool = True
     """A new order each epoch, a function of seed and epoch alone. False: the order of the dataset."""
     drop_last: bool = False
@@ -48,6 +59,8 @@ class TrainerConfig:
     seed: int | None = 0
     """0 or more. Every random number of the run follows from it. None: the trainer touches no random state, rank 0 draws the
     order's seed once, and a resumed run is not exact."""
+    on_nonfinite: OnNonfinite = "stop"
+    """When the parameters are no longer finite at a report: end the run on all ranks, or warn once and go on."""
     ddp_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for `torch.nn.parallel.DistributedDataParallel`, such as ``find_unused_parameters``."""
 
@@ -61,8 +74,14 @@ class TrainerConfig:
             self._check_type(name, bool, "True or False")
         self._check_type("monitor", str, "a key of the evaluation")
         self._check_type("ddp_options", Mapping, "a mapping of DistributedDataParallel's keyword arguments")
-        if self.schedule not in get_args(Schedule):
-            raise ValueError(f"schedule must be one of {', '.join(map(repr, get_args(Schedule)))}; found {self.schedule!r}")
+        self._check_type("sync_batchnorm", bool, "True or False")
+        self._check_type("scaler_options", Mapping, "a mapping of GradScaler's keyword arguments")
+        if self.scaler_options and self.precision != "fp16":
+            raise ValueError(f"scaler_options belong to precision='fp16'; found precision={self.precision!r}")
+        self._check_choice("schedule", get_args(Schedule))
+        self._check_choice("precision", get_args(Precision))
+        self._check_choice("on_nonfinite", get_args(OnNonfinite))
+        self._check_choice("gradient_compression", (*get_args(Compression), None))
         if self.max_grad_norm is not None:
             if isinstance(self.max_grad_norm, bool) or not isinstance(self.max_grad_norm, (int, float)):
                 kind = type(self.max_grad_norm).__name__
@@ -87,8 +106,19 @@ class TrainerConfig:
     def plain(self) -> dict[str, Any]:
         """Field by field, for a checkpoint or a log; what is not a plain value becomes its text."""
         values = {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
-        values["ddp_options"] = {key: _plain(value) for key, value in self.ddp_options.items()}
+        for name in ("ddp_options", "scaler_options"):
+            values[name] = {key: _plain(value) for key, value in getattr(self, name).items()}
         return values
+
+    @property
+    def last_epoch(self) -> int | None:
+        """Epochs after which the run ends; None without a limit."""
+        return self.epochs or (1 if self.max_steps is None else None)
+
+    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; found {value!r}")
 
     def _check_count(self, name: str, optional: bool = False, least: int = 1) -> None:
         value = getattr(self, name)

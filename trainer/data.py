@@ -21,6 +21,9 @@ LOADER_OPTIONS = (
 )
 """The keyword arguments of DataLoader that `loader_options` may hold; the trainer settles the others itself."""
 
+NO_EPOCH = -1
+"""In place of an epoch where there is none: in evaluation."""
+
 Request = tuple[int, range, list[int]]
 """One micro-batch to fetch: the epoch, positions in its order, and the dataset indices that stand there."""
 
@@ -37,13 +40,10 @@ class Loader:
     """
 
     def __init__(self, dataset: Dataset[Any], options: Mapping[str, Any], seed: int | None, purpose: int) -> None:
-        options = dict(options)
+        options = {"generator": loader_generator(seed), **options}
         source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose)
-        if "generator" not in options:  # `iter(DataLoader)` would draw from torch's default generator
-            own_seed = secrets.randbits(63) if seed is None else mix(purpose, seed) >> 1
-            options["generator"] = torch.Generator().manual_seed(own_seed)
         self._asked = _Requests()
-        self._loader: DataLoader[Any] = DataLoader(source, batch_size=None, sampler=self._asked, collate_fn=_unchanged, **options)
+        self._loader: DataLoader[Any] = DataLoader(source, batch_size=None, sampler=self._asked, collate_fn=unchanged, **options)
 
     def batches(self, asked: Iterator[Request]) -> Iterator[Any]:
         """The batches asked for, one by one. One iteration at a time."""
@@ -69,10 +69,15 @@ class _Batches(Dataset[Any]):
         self._collate = collate or default_collate
         self._seed = seed
         self._purpose = purpose
+        self._epoch = NO_EPOCH
 
     def __getitem__(self, request: Request) -> Any:
         epoch, positions, indices = request
         dataset: Any = self._dataset
+        if epoch not in (self._epoch, NO_EPOCH):  # said here, where living workers hear it too
+            self._epoch = epoch
+            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+                set_epoch(epoch)
         while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         if type(dataset) is TensorDataset and self._collate is default_collate:
@@ -91,8 +96,14 @@ class _Batches(Dataset[Any]):
             seed_generators(mix(self._purpose, self._seed, epoch, position))
 
 
-def _unchanged(batch: Any) -> Any:
+def unchanged(batch: Any) -> Any:
+    """A `collate_fn` for what is collated already."""
     return batch
+
+
+def loader_generator(seed: int | None) -> torch.Generator:
+    """What a DataLoader draws its workers' base seed from, in place of torch's default generator."""
+    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else mix(seed) >> 1)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

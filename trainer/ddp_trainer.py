@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,15 +18,17 @@ from .agreement import StopAgreement
 from .callback import Callback, Dispatcher
 from .config import TrainerConfig
 from .data import to_device
-from .evaluation import evaluate
+from .evaluation import Parts, evaluate, predict
 from .metrics import StepOutput, as_mapping
 from .plan import Window
+from .precision import Precision
 from .randomness import STEP, mix, seed_generators
 from .replica import Replica
 from .reports import Reporter
 from .schedule import Schedule
 from .state import TrainerState
 from .train_data import TrainData
+from .weighting import Weighting
 from .world import World
 
 
@@ -112,10 +113,13 @@ class DDPTrainer:
             self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self.eval_sets))
             self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
         self.scheduler = self._schedule.scheduler
-        self._replica = Replica(model, self.world, self.config.ddp_options)
+        self._precision = Precision(self.config.precision, self.world.device, self.config.scaler_options)
+        self._replica = Replica(model, self.world, self.config)
+        self._parts = Parts(self._replica, self._precision)
         self._agreement = StopAgreement(self.world, self.config.log_every)
         self._reporter: Reporter
-        checks.agree(self.world, model, self._train.plan.samples, self.eval_sets, self.config)
+        self._weighting: Weighting
+        checks.agree(self.world, model, self._train.samples, self.eval_sets, self.config)
         self.world.broadcast_tensors([*model.parameters(), *model.buffers()])
 
     # ---------------------------------------------------------------------------------------------- called on every rank
@@ -133,13 +137,14 @@ class DDPTrainer:
         try:
             with torch.enable_grad():
                 self._begin(resume_from)
-                while not self._finished():
+                while not (self.finished or self.state.stop_reason is not None):
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
-        except BaseException as error:
+        except BaseException as raised:
+            error = checks.with_advice(raised, self.config)
             self.world.record_failure(error)
             self._hooks.on_exception(self, error)
-            raise
+            raise error from (None if error is raised else raised)
         finally:
             self._agreement.close()
             self._replica.release()
@@ -157,9 +162,18 @@ class DDPTrainer:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
-            means = self.summarize(evaluate(self, self._replica, dataset, self._train.options))
+            means = self.summarize(evaluate(self, self._parts, dataset, self._train.options))
             metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
         return metrics
+
+    def predict(self, data: Dataset[Any]) -> Any:
+        """`predict_step`'s outputs over `data`, in dataset order, on rank 0 and its CPU; None on the other ranks.
+
+        Batches are joined: tensors along their first dimension, lists one after another, tuples and mappings field by field.
+        """
+        self.world.outside_hook("predict")
+        checks.check_dataset(data, "data")
+        return predict(self, self._parts, data, self._train.options)
 
     def close(self) -> None:
         """Let go of the DDP wrapper, and close the world if this trainer opened it. Also at the end of a ``with`` block."""
@@ -196,6 +210,10 @@ class DDPTrainer:
         more than compute the loss: mixup or label smoothing there would leak into the evaluation.
         """
         return self.training_step(model, batch)
+
+    def predict_step(self, model: nn.Module, batch: Any) -> Any:
+        """The outputs for one batch. Default: ``model(inputs)`` for batches ``(inputs, targets)`` or ``inputs``."""
+        return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def prepare_batch(self, batch: Any) -> Any:
         """The batch as the steps get it. Default: every tensor on this rank's device, containers kept."""
@@ -240,101 +258,102 @@ class DDPTrainer:
     @property
     def epoch_step(self) -> int:
         """Optimizer steps taken in the current epoch; 0 after an epoch's last."""
-        return self.state.epoch_samples // self._train.plan.window_size
+        return self.state.epoch_samples // self._train.window_size
+
+    @property
+    def finished(self) -> bool:
+        """Whether the planned end (``epochs`` or ``max_steps``) is reached."""
+        state, config = self.state, self.config
+        limits = ((state.epoch, config.last_epoch), (state.step, config.max_steps))
+        return any(limit is not None and done >= limit for done, limit in limits)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values and tensors (not copied). On rank 0, where the callbacks are, it is complete."""
-        return {
-            "format": checkpoint.FORMAT,
-            "state": dataclasses.asdict(self.state),
-            "config": self._run_config(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "scaler": None,
-            "callbacks": self._hooks.state_dict(),
-        }
+        return snapshot.take(self, self._run_config(), self._precision, self._hooks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, the same on every rank. Raises ValueError, with nothing changed, where it does not
-        fit this trainer."""
-        model = snapshot.check(state, self._run_config(), self.model, self.optimizer, self.scheduler)
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.state = TrainerState(**state["state"])
-        self._hooks.load_state_dict(state["callbacks"])
+        """Take over what `state_dict` gave, the same on every rank.
+
+        Raises ValueError, with nothing changed, where it does not fit this trainer.
+        """
+        snapshot.restore(self, state, self._run_config(), self._precision, self._hooks)
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
     def _fit_epoch(self) -> None:
         self.before_epoch()
         self._replica.refresh()
-        batches = self._train.batches(self.state)
-        for window in self._train.windows(self.state):
-            self._step(window, batches)
-            self._settle(window)
-            if self._finished():
+        window = None
+        for window, batches in self._train.windows(self.state):
+            updated = self._step(window, batches)
+            self._settle(window, updated)
+            if self.finished or self.state.stop_reason is not None:
                 return
+        checks.check_some(window)
 
-    def _step(self, window: Window, batches: Iterator[Any]) -> None:
-        """One optimizer update."""
+    def _step(self, window: Window, batches: Iterable[Any]) -> bool:
+        """One optimizer update; False when fp16 gradients overflowed, and it was skipped on all ranks."""
         self._replica.begin_window()
-        for number, share in enumerate(window.micro_batches):
+        for number, (share, batch) in enumerate(zip(window.micro_batches, batches, strict=True)):
             last = number == len(window.micro_batches) - 1
-            batch = self.prepare_batch(next(batches))
+            batch = self.prepare_batch(batch)
             if self.config.seed is not None:  # after the fetch, which draws from the same generators
                 seed_generators(mix(STEP, self.config.seed, self.state.window, number, self.world.rank), self.world.device)
-            output = as_mapping(self.training_step(self._replica.handed(last), batch), "training_step")
+            with self._precision.autocast():
+                output = as_mapping(self.training_step(self._replica.handed(last), batch), "training_step")
             loss = checks.check_loss(output)
             if last:
                 self._replica.require_call()
             self._reporter.add(output, len(share))
-            # the window's mean = the sum over ranks and micro-batches of  loss * samples / window.size
-            # DDP averages the ranks' gradients, which divides by world.size: undone here
-            (loss * (len(share) * self.world.size / window.size)).backward()  # type: ignore[no-untyped-call]
-        if not window.micro_batches:
-            self._replica.backward_zeros()
+            self._precision.scale(self._weighting.weigh(loss, len(share), window)).backward()  # type: ignore[no-untyped-call]
+        self._replica.end_window(window)
+        self._precision.unscale(self.optimizer)
+        self._weighting.settle(self._replica.trainable, window)
         if self.config.max_grad_norm is not None:
             self._reporter.grad_norm = nn.utils.clip_grad_norm_(self._replica.trainable, self.config.max_grad_norm)
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        # a copy: the scheduler writes the next rate into the same tensor
-        self._reporter.rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
-        self.optimizer_step()
-        self._schedule.after_step()
+        updated = not self._precision.overflowed(self.optimizer)
+        if updated:
+            self._reporter.note_rates(self.optimizer)
+            self.optimizer_step()
+            self._schedule.after_step()
         self._replica.zero_gradients()
+        return updated
 
-    def _settle(self, window: Window) -> None:
+    def _settle(self, window: Window, updated: bool) -> None:
         """What follows an update: counters first, then report, evaluation, hooks, and the agreement on stopping."""
         state, config = self.state, self.config
-        state.step += 1
+        state.step += updated
+        state.skipped_steps += not updated
         state.samples += window.size
         state.epoch_samples += window.size
-        epoch_over = state.epoch_samples == self._train.plan.epoch_samples
-        if epoch_over:
+        if window.last:
             state.epoch, state.epoch_samples = state.epoch + 1, 0
             self._schedule.after_epoch()
         self._reporter.end_step(window.size)
-        at_end = state.step == self.total_steps
-        report_due = at_end or state.step % config.log_every == 0
-        evaluation_due = state.step % config.eval_every == 0 if config.eval_every else epoch_over or at_end
-        if report_due or epoch_over:
-            self._reporter.reduce(state.step)
-        self._hooks.on_step(self, self.summarize(self._reporter.take_report()) if report_due else {})
-        if evaluation_due and self.eval_sets:
+        report_due = updated and (self.finished or state.step % config.log_every == 0)
+        if config.eval_every is None:
+            evaluation_due = bool(self.eval_sets) and (window.last or self.finished)
+        else:
+            evaluation_due = bool(self.eval_sets) and updated and state.step % config.eval_every == 0
+        if report_due or window.last:
+            self._reporter.reduce(state, self._weighting.take_empty_windows())
+        if updated:
+            self._hooks.on_step(
+                self, self.summarize(self._reporter.take_report(bool(self._weighting.by_items))) if report_due else {}
+            )
+        if evaluation_due:
             self._hooks.on_eval(self, self._evaluate())
-        if epoch_over:
+        if window.last:
             self._hooks.on_epoch_end(self, self.summarize(self._reporter.take_epoch()))
-        reason = self._agreement.settle(state.step, due=report_due or evaluation_due or epoch_over)
-        state.stop_reason = None if at_end else reason  # on a planned end nobody was stopped
-        self._hooks.on_safe_point(self)
+        reason = self._agreement.settle(state.window, due=report_due or evaluation_due or window.last)
+        state.stop_reason = None if self.finished else reason  # on a planned end nobody was stopped
+        if updated or window.last:
+            self._hooks.on_safe_point(self)
 
     # ------------------------------------------------------------------------------------------------------ its parts
 
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""
-        self._train.require()
         if resume_from is not None:
             content = self.world.run_on_main(lambda: checkpoint.find(resume_from))
             if content is not None:
@@ -342,13 +361,11 @@ class DDPTrainer:
         self.state.stop_reason = None
         checks.warn_of_evaluation_mode(self.model, self.world.is_main)
         self.model.zero_grad()
-        self._train.open(self.world.run_on_main)
-        self._reporter = Reporter(self.world, self._replica, self.config.log_every)
+        self._train.open(self.world)
+        self._weighting = Weighting(self.world)
+        self._reporter = Reporter(self.world, self._replica, self.config)
         self._agreement.open(self.state.step)
         self.world.run_on_main(lambda: self._hooks.on_fit_start(self))
-
-    def _finished(self) -> bool:
-        return self.state.stop_reason is not None or self.state.step >= (self.total_steps or 0)
 
     def _evaluate(self) -> dict[str, float]:
         with self._reporter.pause():
@@ -357,4 +374,4 @@ class DDPTrainer:
         return metrics
 
     def _run_config(self) -> dict[str, Any]:
-        return self.config.plain() | {"samples": self._train.plan.samples, "global_batch": self._train.plan.window_size}
+        return self.config.plain() | {"samples": self._train.samples, "global_batch": self._train.window_size}

@@ -4,48 +4,119 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
 
-from .data import Loader, requests
+from .data import NO_EPOCH, Loader, requests, to_device
 from .metrics import WeightedSums, agree_on_keys, as_mapping, means
 from .order import sequence
 from .plan import chunks
+from .precision import Precision
 from .randomness import EVAL_SAMPLE, EVAL_STEP, mix, preserved, seed_generators
 from .replica import Replica
+from .stream import Cut, ShardedStream, Stream
 
 if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
 
-def evaluate(trainer: DDPTrainer, replica: Replica, dataset: Dataset[Any], options: Mapping[str, Any]) -> dict[str, float]:
+class Parts(NamedTuple):
+    """What evaluation needs of a trainer besides its public names."""
+
+    replica: Replica
+    precision: Precision
+
+
+def evaluate(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: Mapping[str, Any]) -> dict[str, float]:
     """The means of `eval_step`'s values over `dataset`, the same on every rank, which all call this.
 
-    Rank r takes samples r, r + W, ... in order. Raises RuntimeError when the samples counted are not the dataset's, or the
-    ranks' parameters differ; ValueError for keys that differ between ranks.
+    Rank r takes samples r, r + W, ... in order. Raises RuntimeError when the samples counted are not the dataset's (a stream
+    has no count to compare with), or the ranks' parameters differ; ValueError for keys that differ between ranks.
     """
-    world, config = trainer.world, trainer.config
-    length = len(dataset)  # type: ignore[arg-type]
-    shares = list(chunks(range(world.rank, length, world.size), config.eval_batch_size or config.batch_size))
+    world, size = trainer.world, trainer.config.eval_batch_size or trainer.config.batch_size
     sums, counted = WeightedSums(world.device), 0
-    world.broadcast_tensors(list(trainer.model.buffers()))  # each rank's own have drifted, as BatchNorm's do
-    with _evaluating(trainer.model), nullcontext() if config.seed is None else preserved(world.device):
-        loader = Loader(dataset, {**options, "persistent_workers": False}, config.seed, EVAL_SAMPLE)
-        for number, batch in enumerate(loader.batches(requests(0, iter(shares), sequence))):
-            batch = trainer.prepare_batch(batch)
-            if config.seed is not None:
-                seed_generators(mix(EVAL_STEP, config.seed, number, world.rank), world.device)
-            sums.add(as_mapping(trainer.eval_step(trainer.model, batch), "eval_step"), len(shares[number]))
-            counted += len(shares[number])
+    length = None
+    if isinstance(dataset, IterableDataset):
+        batches = _of_stream(trainer, dataset, options, size)
+    else:
+        length = len(dataset)  # type: ignore[arg-type]
+        shares = list(chunks(range(world.rank, length, world.size), size))
+        batches = _of_shares(trainer, dataset, options, shares)
+    with _evaluating(trainer, parts):
+        for number, (samples, batch) in enumerate(batches):
+            batch = _prepared(trainer, batch, number)
+            with parts.precision.autocast():
+                output = as_mapping(trainer.eval_step(trainer.model, batch), "eval_step")
+            sums.add(output, samples)
+            counted += samples
     keys = sums.keys
-    gathered = world.gather((keys, sums.take(keys).tolist() if keys else [], counted, length, replica.fingerprint()))
-    return _reduced(trainer, replica, gathered)
+    gathered = world.gather((keys, sums.take(keys).tolist() if keys else [], counted, length, parts.replica.fingerprint()))
+    return _reduced(trainer, parts.replica, gathered)
 
 
-Part = tuple[tuple[str, ...], list[float], int, int, tuple[int, ...]]
+def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: Mapping[str, Any]) -> Any:
+    """`predict_step`'s outputs in dataset order on rank 0, None on the others. Rank r takes the r-th of W stretches."""
+    world, size = trainer.world, trainer.config.eval_batch_size or trainer.config.batch_size
+    length = len(dataset)  # type: ignore[arg-type]
+    own = range(world.rank * length // world.size, (world.rank + 1) * length // world.size)
+    outputs = []
+    with _evaluating(trainer, parts):
+        for number, (_, batch) in enumerate(_of_shares(trainer, dataset, options, list(chunks(own, size)))):
+            batch = _prepared(trainer, batch, number)
+            with parts.precision.autocast():
+                outputs.append(to_device(trainer.predict_step(trainer.model, batch), torch.device("cpu")))
+    gathered = world.gather_on_main(outputs)
+    return None if gathered is None else joined([output for part in gathered for output in part])
+
+
+def joined(outputs: list[Any]) -> Any:
+    """Batches of outputs as one, in order.
+
+    Tensors along their first dimension (a list of samples where their other dimensions differ), lists one after another,
+    tuples and mappings field by field.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if first.ndim and len({output.shape[1:] for output in outputs}) > 1:
+            return [sample for output in outputs for sample in output]
+        return torch.cat(outputs) if first.ndim else torch.stack(outputs)
+    if isinstance(first, Mapping):
+        return {key: joined([output[key] for output in outputs]) for key in first}
+    if isinstance(first, tuple):
+        values = [joined(list(column)) for column in zip(*outputs, strict=True)]
+        return first._make(values) if hasattr(first, "_make") else type(first)(values)
+    return [sample for output in outputs for sample in (output if isinstance(output, list) else [output])]
+
+
+def _of_shares(
+    trainer: DDPTrainer, dataset: Dataset[Any], options: Mapping[str, Any], shares: list[range]
+) -> Iterator[tuple[int, Any]]:
+    loader = Loader(dataset, {**options, "persistent_workers": False}, trainer.config.seed, EVAL_SAMPLE)
+    return zip(map(len, shares), loader.batches(requests(NO_EPOCH, iter(shares), sequence)), strict=True)
+
+
+def _of_stream(
+    trainer: DDPTrainer, dataset: IterableDataset[Any], options: Mapping[str, Any], size: int
+) -> Iterator[tuple[int, Any]]:
+    world = trainer.world
+    kind = ShardedStream if getattr(dataset, "sharded", False) else Stream
+    cut = Cut(size * world.size, size, world.rank, world.size)
+    stream = kind(dataset, {**options, "persistent_workers": False}, cut, trainer.config.seed, EVAL_SAMPLE, world.sum)
+    for window, batches in stream.windows(NO_EPOCH, 0):
+        yield from zip(map(len, window.micro_batches), batches, strict=True)
+
+
+def _prepared(trainer: DDPTrainer, batch: Any, number: int) -> Any:
+    batch = trainer.prepare_batch(batch)
+    if trainer.config.seed is not None:
+        seed_generators(mix(EVAL_STEP, trainer.config.seed, number, trainer.world.rank), trainer.world.device)
+    return batch
+
+
+Part = tuple[tuple[str, ...], list[float], int, "int | None", tuple[int, ...]]
 """What one rank contributes: keys, sums and weights, samples counted, length of its dataset, fingerprint of its parameters."""
 
 
@@ -55,9 +126,12 @@ def _reduced(trainer: DDPTrainer, replica: Replica, parts: list[Part]) -> dict[s
         replica.raise_drift(trainer.state.step)
     keys = agree_on_keys([keys for keys, *_ in parts], "eval_step")
     counted, lengths = sum(part[2] for part in parts), {part[3] for part in parts}
-    if lengths != {counted}:
+    if counted == 0:
+        raise ValueError("nothing to evaluate: the stream gave no sample on any rank")
+    if lengths not in ({counted}, {None}):
         raise RuntimeError(
-            f"{counted} samples were evaluated, but the ranks' datasets hold {sorted(lengths)}: pass the same one on every rank"
+            f"{counted} samples were evaluated, but the ranks' datasets hold {sorted(map(str, lengths))}: pass the same one on "
+            "every rank"
         )
     packed = [0.0] * (2 * len(keys))
     for own, sums, *_ in parts:
@@ -68,15 +142,17 @@ def _reduced(trainer: DDPTrainer, replica: Replica, parts: list[Part]) -> dict[s
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every sub-module's own mode is put back, also after an error.
+def _evaluating(trainer: DDPTrainer, parts: Parts) -> Iterator[None]:
+    """Rank 0's buffers everywhere, evaluation mode, no gradients; modes and random state are put back, also after an error.
 
     Not under `torch.inference_mode`: tensors that the model caches must stay usable in training.
     """
+    model, world = trainer.model, trainer.world
+    world.broadcast_tensors(list(model.buffers()))  # each rank's own have drifted, as BatchNorm's do
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if trainer.config.seed is None else preserved(world.device):
             yield
     finally:
         for module, training in modes:

@@ -50,12 +50,10 @@ class Plan:
             share = range(first + self.rank, stop, self.world_size)
             yield Window(stop - first, tuple(chunks(share, self.batch_size)), last=stop == self.epoch_samples)
 
-    def total_steps(self, epochs: int | None, max_steps: int | None) -> int:
-        """Optimizer steps of a whole run: `epochs` passes or `max_steps`, whichever comes first (both None: one pass)."""
-        if epochs is None and max_steps is not None:
-            return max_steps
-        planned = (epochs or 1) * self.steps_per_epoch
-        return planned if max_steps is None else min(planned, max_steps)
+    def total_steps(self, last_epoch: int | None, max_steps: int | None) -> int | None:
+        """Optimizer steps of a whole run: `last_epoch` passes or `max_steps`, whichever comes first."""
+        limits = [max_steps, None if last_epoch is None else last_epoch * self.steps_per_epoch]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def chunks(share: range, size: int) -> Iterator[range]:

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import checksum
+from .config import TrainerConfig
+from .plan import Window
 from .world import World
 
 
 class Replica:
     """Hands out the model for each micro-batch so that every gradient travels once per window, and watches for drift."""
 
-    def __init__(self, model: nn.Module, world: World, ddp_options: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, world: World, config: TrainerConfig) -> None:
         self._model = model
         self._world = world
-        self._options = ddp_options
+        self._options = config.ddp_options
+        self._compression = config.gradient_compression
+        self._finds_unused = bool(config.ddp_options.get("find_unused_parameters"))
         self._wrapped = model
         self._buffers: list[Tensor] = []
         self._called = False
         self._call_hook: RemovableHandle | None = None
+        self._used: set[int] = set()
+        self._use_hooks: list[RemovableHandle] = []
+        self._use_is_known = False
         self.trainable: list[nn.Parameter] = []
         """The parameters that require a gradient, as wrapped."""
 
@@ -46,8 +52,11 @@ class Replica:
             return
         self.release()
         self._wrapped = self._world.wrap(self._model, **self._options)
+        if self._compression is not None:
+            self._world.compress(self._wrapped, self._compression)
         self._call_hook = self._wrapped.register_forward_pre_hook(self._note_call)
         self.trainable = trainable
+        self._use_is_known = self._finds_unused
         if self._world.size > 1 and self._wrapped.broadcast_buffers:
             # DDP sends rank 0's buffers at each synchronised forward, which is a window's last. Sent at its start instead,
             # every micro-batch sees what a resumed run would see.
@@ -59,6 +68,7 @@ class Replica:
         if self._call_hook is not None:
             self._call_hook.remove()
         self._call_hook = None
+        self._forget_use()
         self._wrapped, self._buffers, self.trainable = self._model, [], []
 
     def begin_window(self) -> None:
@@ -68,6 +78,12 @@ class Replica:
     def handed(self, last: bool) -> nn.Module:
         """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
         self._called = False
+        if last and not self._use_is_known:
+            self._used.clear()
+            self._use_hooks = [
+                item.register_post_accumulate_grad_hook(self._note_use)  # type: ignore[no-untyped-call]
+                for item in self.trainable
+            ]
         return self._wrapped if last else self._model
 
     def require_call(self) -> None:
@@ -78,9 +94,25 @@ class Replica:
                 "would not be averaged. Compute the loss from model(...), the argument, not from self.model or model.module"
             )
 
-    def backward_zeros(self) -> None:
-        """The part in a window's reduction of a rank whose share is empty: gradients of zero, no code of the user's."""
-        self._world.backward_zeros(self._wrapped)
+    def end_window(self, window: Window) -> None:
+        """After the window's last backward. A rank whose share is empty takes part in the reduction with gradients of zero.
+
+        Raises RuntimeError naming the parameters that the first window's last micro-batch did not use: their gradients would
+        not be averaged over the ranks.
+        """
+        if not window.micro_batches:
+            self._world.backward_zeros(self._wrapped)
+        elif self._use_hooks:
+            unused = [item for item in self.trainable if id(item) not in self._used]
+            self._forget_use()
+            self._use_is_known = True
+            if unused:
+                names = [name for name, item in self._model.named_parameters() if any(item is other for other in unused)]
+                raise RuntimeError(
+                    f"the loss of the window's last micro-batch does not depend on {', '.join(names)}, so their gradients would "
+                    "not be averaged over the ranks. Freeze what is not trained with requires_grad_(False), or set "
+                    "ddp_options={'find_unused_parameters': True} in TrainerConfig, which costs time in every step"
+                )
 
     def fingerprint(self) -> tuple[int, ...]:
         """Equal on all ranks as long as their parameters are, bit for bit."""
@@ -100,6 +132,14 @@ class Replica:
             "ranks only: look for code that depends on the rank, for random numbers in optimizer_step or before_epoch, and for a "
             "forward that goes round the model that training_step was given"
         )
+
+    def _note_use(self, parameter: Tensor) -> None:
+        self._used.add(id(parameter))
+
+    def _forget_use(self) -> None:
+        for hook in self._use_hooks:
+            hook.remove()
+        self._use_hooks = []
 
     def _note_call(self, module: nn.Module, inputs: Any) -> None:
         self._called = True

@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from . import checksum
+from .config import TrainerConfig
 from .metrics import Mean, WeightedSums, agree_on_keys, means
 from .replica import Replica
+from .state import TrainerState
 from .world import World
 
 _OWN = {"lr", "grad_norm", "samples_per_second"}
@@ -25,19 +28,20 @@ class Reporter:
     Until `reduce`, which every rank calls at reports and epoch ends, nothing here waits for the device.
     """
 
-    def __init__(self, world: World, replica: Replica, log_every: int) -> None:
+    def __init__(self, world: World, replica: Replica, config: TrainerConfig) -> None:
         self._world = world
         self._replica = replica
         self._sums = WeightedSums(world.device)
         self._keys: tuple[str, ...] | None = None
         self._since_report: list[float] = []
         self._since_epoch: list[float] = []
-        self._marks = torch.zeros(min(log_every, _MARKS), dtype=torch.float64, device=world.device)
+        self._marks = torch.zeros(min(config.log_every, _MARKS), dtype=torch.float64, device=world.device)
         self._slots = self._marks.unbind()
         self._marked = 0
-        self._warned = False
-        self.rates: list[float | Tensor] = []
-        """The learning rate that the last step used, by parameter group."""
+        self._config = config
+        self._first_bad_loss = ""
+        self._warned: set[str] = set()
+        self._rates: list[float | Tensor] = []
         self.grad_norm: Tensor | None = None
         """Of the last step's gradient, before clipping; None without clipping."""
         self._samples = 0
@@ -56,36 +60,54 @@ class Reporter:
             self._slots[self._marked].copy_(self._sums.total("loss"))
         self._marked += 1
 
-    def reduce(self, step: int) -> None:
-        """Sum over the ranks what was added since the last time; `step` is the last one taken.
+    def note_rates(self, optimizer: Optimizer) -> None:
+        """The learning rates that the coming update uses (a copy: a scheduler writes the next rate into the same tensor)."""
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
-        Raises ValueError for keys that differ between ranks and RuntimeError for parameters that do, on every rank.
-        Warns once, on rank 0, of a loss that is not finite.
+    def reduce(self, state: TrainerState, empty_windows: Tensor) -> None:
+        """Sum over the ranks what was added since the last time; `empty_windows` had no item on any rank.
+
+        Raises ValueError for keys that differ between ranks, RuntimeError for parameters that do, FloatingPointError for
+        parameters that are not finite, on every rank. Warns once, on rank 0, of a loss that is not finite or had no item.
         """
         if self._keys is None:
             self._keys = agree_on_keys(self._world.gather(self._sums.keys), "training_step")
             self._since_report = self._since_epoch = [0.0] * (2 * len(self._keys))
-        width, ranks = 2 * len(self._keys), self._world.size
-        bad = torch.zeros(ranks, dtype=torch.float64, device=self._world.device)
+        bad = torch.zeros(self._world.size, dtype=empty_windows.dtype, device=self._world.device)
         bad[self._world.rank] = self._first_bad()
-        fingerprint = checksum.words(self._replica.parameters) if ranks > 1 else bad[:0]
-        message = torch.cat([self._sums.take(self._keys), bad, fingerprint])
-        summed = self._world.sum(message).tolist()
-        self._since_report = _added(self._since_report, summed[:width])
-        self._since_epoch = _added(self._since_epoch, summed[:width])
-        self._warn_of_bad(summed[width : width + ranks], step - self._marked + 1)
+        broken = ~_largest(self._replica.parameters).isfinite()
+        parts = [self._sums.take(self._keys), bad, torch.stack([broken, empty_windows])]
+        if self._world.size > 1:
+            parts.append(checksum.words(self._replica.parameters))
+        summed = self._world.sum(torch.cat(parts))
+        sums, first_bad, (broken_ranks, empty), *fingerprint = [
+            part.tolist() for part in summed.split_with_sizes([len(part) for part in parts])
+        ]
+        self._since_report = _added(self._since_report, sums)
+        self._since_epoch = _added(self._since_epoch, sums)
+        self._note_bad(first_bad, state.step - self._marked + 1)
         self._marked = 0
-        if ranks > 1 and not checksum.all_equal(summed[width + ranks :], ranks):
-            self._replica.raise_drift(step)
+        if empty:
+            self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
+        if broken_ranks:
+            self._broken(state.step)
+        elif fingerprint and not checksum.all_equal(fingerprint[0], self._world.size):
+            self._replica.raise_drift(state.step)
 
-    def take_report(self) -> dict[str, float]:
+    def take_report(self, by_items: bool) -> dict[str, float]:
         """The means since the last report; the learning rates and the gradient's norm of the last step; the speed."""
         taken, self._since_report = self._since_report, [0.0] * len(self._since_report)
-        metrics = means(self._keys or (), taken)
-        metrics |= {f"lr/{group}" if group else "lr": float(rate) for group, rate in enumerate(self.rates)}
+        keys = self._keys or ()
+        metrics = means(keys, taken)
+        metrics |= {f"lr/{group}" if group else "lr": float(rate) for group, rate in enumerate(self._rates)}
         if self.grad_norm is not None:
             metrics["grad_norm"] = float(self.grad_norm)
-        metrics["samples_per_second"] = self._take_speed()
+        seconds = self._take_seconds()
+        metrics["samples_per_second"] = self._samples / seconds
+        self._samples = 0
+        if by_items:
+            metrics["items_per_second"] = taken[len(keys) + keys.index("loss")] / seconds
         return metrics
 
     def take_epoch(self) -> dict[str, float]:
@@ -93,12 +115,11 @@ class Reporter:
         taken, self._since_epoch = self._since_epoch, [0.0] * len(self._since_epoch)
         return means(self._keys or (), taken)
 
-    def _take_speed(self) -> float:
-        """Samples per second on all ranks since the last call, without what ran under `pause`."""
+    def _take_seconds(self) -> float:
+        """Seconds since the last call, without what ran under `pause`."""
         now = time.perf_counter()
-        speed = self._samples / max(now - self._started, 1e-9)
-        self._samples, self._started = 0, now
-        return speed
+        seconds, self._started = now - self._started, now
+        return max(seconds, 1e-9)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -116,17 +137,34 @@ class Reporter:
             return self._marks.new_zeros(())
         return torch.where(wrong.any(), wrong.int().argmax() + 1, 0)
 
-    def _warn_of_bad(self, first_bad: list[float], first_step: int) -> None:
+    def _note_bad(self, first_bad: list[float], first_step: int) -> None:
         bad = {rank: first_step + int(place) - 1 for rank, place in enumerate(first_bad) if place}
-        if bad and self._world.is_main and not self._warned:
+        if bad and not self._first_bad_loss:
             step = min(bad.values())
             ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
-            warnings.warn(
-                f"the loss was not finite at step {step} on rank {ranks}. It is reported as it is; training goes on",
-                RuntimeWarning,
-                stacklevel=2,
+            self._first_bad_loss = f"the loss was not finite at step {step} on rank {ranks}"
+            self._warn("loss", f"{self._first_bad_loss}. It is reported as it is; training goes on")
+
+    def _broken(self, step: int) -> None:
+        """The parameters are no longer finite: the same on every rank."""
+        cause = self._first_bad_loss or "no loss before was: look at the learning rate and at what changes the parameters"
+        message = f"the parameters are not finite at step {step}: {cause}"
+        if self._config.on_nonfinite == "stop":
+            raise FloatingPointError(
+                f"{message}. Lower the learning rate, clip with max_grad_norm, or look at the data of that step"
             )
-            self._warned = True
+        self._warn("parameters", message)
+
+    def _warn(self, subject: str, message: str) -> None:
+        """Once per subject and `fit`, on rank 0."""
+        if self._world.is_main and subject not in self._warned:
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            self._warned.add(subject)
+
+
+def _largest(parameters: list[nn.Parameter]) -> Tensor:
+    """The largest magnitude among the parameters; NaN or infinite as soon as one of them is."""
+    return nn.utils.get_total_norm([item.detach() for item in parameters if item.is_floating_point()], float("inf"))
 
 
 def _added(left: list[float], right: list[float]) -> list[float]:

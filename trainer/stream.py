@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as _worker
 
-from .data import loader_generator, unchanged
+from .data import NO_EPOCH, loader_generator, unchanged
 from .plan import Window, chunks
 from .randomness import mix, seed_generators
 
@@ -33,10 +33,11 @@ class Cut:
 class Stream:
     """The windows of an IterableDataset, in order.
 
-    Every rank, and every worker of it, reads the whole stream and keeps its own positions: rank r takes every W-th of a window,
-    worker k of n every n-th window. So all ranks know each window's size and the end without a message, and each item is trained on
-    once. The dataset sees neither ranks nor workers meanwhile (`get_worker_info` is None). Random numbers of an item follow from
-    (seed, epoch, position), the same in every reader, so a shuffle buffer in the dataset is the same everywhere.
+    Every rank, and every worker of it, reads the whole stream and keeps its own positions: rank r takes every W-th of a
+    window, worker k of n every n-th window. So all ranks know each window's size and the end without a message, and each
+    item is trained on once. The dataset sees neither ranks nor workers meanwhile (`get_worker_info` is None). Random numbers
+    of an item follow from (seed, epoch, position), the same in every reader, so a shuffle buffer in the dataset is the same
+    everywhere.
 
     A dataset with the attribute ``sharded = True`` shards itself over ranks and workers, and is left alone: see `ShardedStream`.
     """
@@ -48,6 +49,7 @@ class Stream:
         cut: Cut,
         seed: int | None,
         purpose: int,
+        add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         options = {"generator": loader_generator(seed), **options}
         collate = options.pop("collate_fn", None) or default_collate
@@ -76,7 +78,7 @@ class _Reader(IterableDataset[Batches]):
         self._cut = cut
         self._seed = seed
         self._purpose = purpose
-        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # epoch and position: living workers see it too
+        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, position: living workers see them
 
     def __iter__(self) -> Iterator[Batches]:
         epoch, start = self.place.tolist()
@@ -108,7 +110,7 @@ class _Reader(IterableDataset[Batches]):
                 yield self._window(first, min(size, end - first), items, last=first + size >= end)
 
     def _items(self, epoch: int) -> Iterator[tuple[int, Any]]:
-        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+        if epoch != NO_EPOCH and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
         position = 0
         self._seed_for(epoch, position)
@@ -132,8 +134,8 @@ class _Reader(IterableDataset[Batches]):
 class ShardedStream:
     """The windows of an IterableDataset that shards itself over ranks and workers.
 
-    Each rank takes its share of a window, ``window_size / W`` items, from its own stream, as long as that lasts. How many there are on
-    all ranks, and whether any has more, is one small message per window.
+    Each rank takes its share of a window, ``window_size / W`` items, from its own stream, as long as that lasts. How many
+    there are on all ranks, and whether any has more, is one small message per window.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class ShardedStream:
         options: Mapping[str, Any],
         cut: Cut,
         seed: int | None,
+        purpose: int,
         add_up: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         options = {"generator": loader_generator(seed), **options}
@@ -179,11 +182,12 @@ class _Shard(IterableDataset[tuple[int, Any]]):
         self._dataset = dataset
         self._collate = collate
         self._parts = parts
-        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
-            set_epoch(int(self.place[0]))
+        epoch = int(self.place[0])
+        if epoch != NO_EPOCH and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(epoch)
         items: Iterable[Any] = iter(self._dataset)
         while True:
             for part in self._parts:

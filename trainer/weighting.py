@@ -24,13 +24,13 @@ class Weighting:
         self._world = world
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
         self._items = torch.zeros((), dtype=dtype, device=world.device)
-        self.empty_windows = torch.zeros((), dtype=dtype, device=world.device)
-        """Windows without a single item since it was last set to zero."""
+        self._empty_windows = torch.zeros((), dtype=dtype, device=world.device)
+        self._agreed = False
         self.by_items: bool | None = None
         """Whether the losses are `Mean`; None before this rank has seen one."""
 
     def weigh(self, loss: Tensor | Mean, samples: int, window: Window) -> Tensor:
-        """The loss to differentiate. The window's gradient is the sum of these over its micro-batches, averaged over the ranks."""
+        """The loss to differentiate: summed over a window's micro-batches and averaged over the ranks it is the window's."""
         if self.by_items is None:
             self.by_items = isinstance(loss, Mean)
         if self.by_items is not isinstance(loss, Mean):
@@ -42,16 +42,33 @@ class Weighting:
         return loss.total * (self._world.size / _nominal(window))
 
     def settle(self, parameters: Sequence[nn.Parameter], window: Window) -> None:
-        """After the window's reduction: the gradients of the mean over its items. Zero gradients where it had none."""
+        """After the window's reduction: the gradients of the mean over its items. Zero gradients where it had none.
+
+        Called on every rank. The first time the ranks make sure that they all count the same: ValueError where they do not.
+        """
+        if not self._agreed:
+            self._agree()
         if not self.by_items:
             return
         items = self._world.sum(self._items)
         self._items.zero_()
-        self.empty_windows += items == 0
+        self._empty_windows += items == 0
         quotient = torch.where(items == 0, 1.0, items / _nominal(window))
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(quotient)
+
+    def take_empty_windows(self) -> Tensor:
+        """How many windows had no item at all since the last call: 0-dim, the same on every rank."""
+        taken = self._empty_windows.clone()
+        self._empty_windows.zero_()
+        return taken
+
+    def _agree(self) -> None:
+        kinds = {kind for kind in self._world.gather(self.by_items) if kind is not None}
+        if len(kinds) > 1:
+            raise ValueError("the loss is a Mean on some ranks and a plain tensor on others: return the same kind on every rank")
+        self.by_items, self._agreed = kinds.pop(), True
 
 
 def _nominal(window: Window) -> int:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
@@ -115,6 +116,16 @@ class World:
             dist.all_gather_object(packed, packed[self.rank])
         return [unpack(item, self.device) for item in packed]
 
+    def gather_on_main(self, value: T) -> list[T] | None:
+        """As `gather`, but on rank 0 alone, where tensors stay on the CPU; None on the other ranks."""
+        self.outside_hook("World.gather_on_main")
+        packed: list[Any] = [pack(value)]
+        if self.size > 1:
+            own = packed[0]
+            packed = [None] * self.size
+            dist.gather_object(own, packed if self.is_main else None)
+        return [unpack(item, torch.device("cpu")) for item in packed] if self.is_main else None
+
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank (what the others pass is ignored). Any picklable object, as in `gather`."""
         self.outside_hook("World.broadcast")
@@ -195,6 +206,11 @@ class World:
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             parameter.grad = gradient
         return wrapped
+
+    def compress(self, wrapped: nn.Module, kind: str) -> None:
+        """Send the gradients of what `wrap` returned in another format: "fp16" or "bf16"."""
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_comm_hook(None, fp16_compress_hook if kind == "fp16" else bf16_compress_hook)
 
     def backward_zeros(self, wrapped: nn.Module) -> None:
         """Take part in one reduction of the gradients with zeros, running no code of the model's."""
