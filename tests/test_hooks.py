@@ -224,7 +224,7 @@ def test_a_call_that_needs_all_ranks_raises_in_every_hook_and_names_both(ranks: 
         trainer.fit()
         value = float(trainer.model.w.detach())  # type: ignore[arg-type]
         trainer.load_state_dict(trainer.state_dict())
-        trainer.state.step, trainer.is_broken = 0, True  # type: ignore[attr-defined]
+        trainer.state, trainer.is_broken = TrainerState(), True  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="the end"):
             trainer.fit()
         assert len(trainer.world.gather(0)) == world_size  # no hook is running any more

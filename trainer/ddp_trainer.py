@@ -120,7 +120,7 @@ class DDPTrainer:
         self._reporter: Reporter
         self._weighting: Weighting
         checks.agree(self.world, model, self._train.samples, self.eval_sets, self.config)
-        self.world.broadcast_tensors([*model.parameters(), *model.buffers()])
+        self._replica.align()
 
     # ---------------------------------------------------------------------------------------------- called on every rank
 
@@ -329,7 +329,7 @@ class DDPTrainer:
         if window.last:
             state.epoch, state.epoch_samples = state.epoch + 1, 0
             self._schedule.after_epoch()
-        self._reporter.end_step(window.size)
+        self._reporter.end_step(state.step + (not updated), window.size)
         report_due = updated and (self.finished or state.step % config.log_every == 0)
         if config.eval_every is None:
             evaluation_due = bool(self.eval_sets) and (window.last or self.finished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -31,6 +32,17 @@ class Replica:
         self._use_is_known = False
         self.trainable: list[nn.Parameter] = []
         """The parameters that require a gradient, as wrapped."""
+
+    def align(self) -> None:
+        """Rank 0's parameters and buffers on every rank.
+
+        What is laid out so that it cannot be sent (an expanded or transposed buffer) gets a contiguous copy of its own.
+        """
+        tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
+        for tensor in tensors:
+            if not _is_laid_out_plainly(tensor):
+                tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._world.broadcast_tensors(tensors)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -143,3 +155,10 @@ class Replica:
 
     def _note_call(self, module: nn.Module, inputs: Any) -> None:
         self._called = True
+
+
+def _is_laid_out_plainly(tensor: Tensor) -> bool:
+    """Contiguous, to the strides of dimensions of size 1, or channels last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    plain = torch.empty(tensor.shape, device="meta").stride()
+    return tensor.stride() == plain or (tensor.ndim in formats and tensor.is_contiguous(memory_format=formats[tensor.ndim]))

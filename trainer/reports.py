@@ -37,7 +37,7 @@ class Reporter:
         self._since_epoch: list[float] = []
         self._marks = torch.zeros(min(config.log_every, _MARKS), dtype=torch.float64, device=world.device)
         self._slots = self._marks.unbind()
-        self._marked = 0
+        self._marked: list[int] = []
         self._config = config
         self._first_bad_loss = ""
         self._warned: set[str] = set()
@@ -53,12 +53,12 @@ class Reporter:
             raise ValueError(f"training_step returned the key {clash[0]!r}, under which the trainer reports its own: rename it")
         self._sums.add(values, samples)
 
-    def end_step(self, samples: int) -> None:
-        """One optimizer step, over `samples` on all ranks."""
+    def end_step(self, step: int, samples: int) -> None:
+        """The window of optimizer step `step`, over `samples` on all ranks."""
         self._samples += samples
-        if self._marked < len(self._slots) and self._sums.keys:
-            self._slots[self._marked].copy_(self._sums.total("loss"))
-        self._marked += 1
+        if len(self._marked) < len(self._slots) and self._sums.keys:
+            self._slots[len(self._marked)].copy_(self._sums.total("loss"))
+            self._marked.append(step)
 
     def note_rates(self, optimizer: Optimizer) -> None:
         """The learning rates that the coming update uses (a copy: a scheduler writes the next rate into the same tensor)."""
@@ -86,8 +86,8 @@ class Reporter:
         ]
         self._since_report = _added(self._since_report, sums)
         self._since_epoch = _added(self._since_epoch, sums)
-        self._note_bad(first_bad, state.step - self._marked + 1)
-        self._marked = 0
+        self._note_bad(first_bad)
+        self._marked = []
         if empty:
             self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
         if broken_ranks:
@@ -131,14 +131,13 @@ class Reporter:
             self._started += time.perf_counter() - before
 
     def _first_bad(self) -> Tensor:
-        """The first marked step (1, 2, ...) at which this rank's running loss was not finite; 0 if there was none."""
-        wrong = ~self._marks[: self._marked].isfinite()
-        if not len(wrong):
-            return self._marks.new_zeros(())
-        return torch.where(wrong.any(), wrong.int().argmax() + 1, 0)
+        """The first marked step at which this rank's running loss was not finite; 0 if there was none."""
+        steps = torch.tensor(self._marked, dtype=self._marks.dtype, device=self._marks.device)
+        bad = steps[~self._marks[: len(steps)].isfinite()]
+        return bad[:1].sum()
 
-    def _note_bad(self, first_bad: list[float], first_step: int) -> None:
-        bad = {rank: first_step + int(place) - 1 for rank, place in enumerate(first_bad) if place}
+    def _note_bad(self, first_bad: list[float]) -> None:
+        bad = {rank: int(step) for rank, step in enumerate(first_bad) if step}
         if bad and not self._first_bad_loss:
             step = min(bad.values())
             ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
