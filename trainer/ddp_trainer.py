@@ -260,7 +260,7 @@ class DDPTrainer:
         fit this trainer."""
         model = snapshot.check(state, self._run_config(), self.model, self.optimizer, self.scheduler)
         self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(state["optimizer"])
+        snapshot.restore_optimizer(state["optimizer"], self.optimizer)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.state = TrainerState(**state["state"])
@@ -335,10 +335,10 @@ class DDPTrainer:
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""
         self._train.require()
-        if resume_from is not None:
-            content = self.world.run_on_main(lambda: checkpoint.find(resume_from))
-            if content is not None:
-                self.load_state_dict(content)
+        # Rank 0 decides: where only it sees the folder, a script may have told the others to start afresh.
+        content = self.world.run_on_main(lambda: None if resume_from is None else checkpoint.find(resume_from))
+        if content is not None:
+            self.load_state_dict(content)
         self.state.stop_reason = None
         checks.warn_of_evaluation_mode(self.model, self.world.is_main)
         self.model.zero_grad()

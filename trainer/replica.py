@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from . import checksum
@@ -20,7 +20,7 @@ class Replica:
         self._world = world
         self._options = ddp_options
         self._wrapped = model
-        self._buffers: list[Tensor] = []
+        self._sends_buffers = False
         self._called = False
         self._call_hook: RemovableHandle | None = None
         self.trainable: list[nn.Parameter] = []
@@ -52,18 +52,19 @@ class Replica:
             # DDP sends rank 0's buffers at each synchronised forward, which is a window's last. Sent at its start instead,
             # every micro-batch sees what a resumed run would see.
             self._wrapped.broadcast_buffers = False  # type: ignore[assignment]
-            self._buffers = list(self._model.buffers())
+            self._sends_buffers = True
 
     def release(self) -> None:
         """Let go of the wrapper; the model stays as it is."""
         if self._call_hook is not None:
             self._call_hook.remove()
         self._call_hook = None
-        self._wrapped, self._buffers, self.trainable = self._model, [], []
+        self._wrapped, self._sends_buffers, self.trainable = self._model, False, []
 
     def begin_window(self) -> None:
         """Rank 0's buffers on every rank, once per window."""
-        self._world.broadcast_tensors(self._buffers)
+        if self._sends_buffers:  # asked for anew each time: a forward may put another tensor in a buffer's place
+            self._world.broadcast_tensors(list(self._model.buffers()))
 
     def handed(self, last: bool) -> nn.Module:
         """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
