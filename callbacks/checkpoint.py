@@ -105,12 +105,12 @@ class Checkpoint(Callback):
         if not due and not self._is_best:
             return
         content = trainer.state_dict()
+        if self._is_best:  # first: a step file that knows of a best evaluation must never be there without it
+            self._is_best = False
+            self._files.write("best.pt", content)
         if due:
             self._files.write(f"step-{state.step:08d}.pt", content)
             self._retire(state.step)
-        if self._is_best:
-            self._is_best = False
-            self._files.write("best.pt", content)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best}

@@ -41,6 +41,11 @@ class JSONLines(Callback):
         self.path = Path(path)
         self._file: BinaryIO | None = None
 
+    def before_fit(self, trainer: DDPTrainer) -> None:
+        if trainer.state.step and self.path.exists():
+            for _ in _lines_up_to(self.path, trainer.state.step):
+                pass  # raises for a file that is no log, before any callback has written anything
+
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size:

@@ -10,7 +10,6 @@ and 2,000 test images come with the repository; `--full` downloads all of MNIST.
 import argparse
 import contextlib
 import gzip
-import os
 import socket
 import tempfile
 from pathlib import Path
@@ -60,7 +59,7 @@ def provide(folder: Path, download: bool) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # then moved: the folder never holds half a file
             MNIST(scratch, download=True)
             for file in Path(scratch, "MNIST/raw").glob("*.gz"):
-                os.replace(file, folder / file.name)
+                file.replace(folder / file.name)
     except (OSError, RuntimeError) as error:
         raise FileNotFoundError(
             f"MNIST could not be downloaded: {' '.join(str(error).split())}\n"
@@ -77,7 +76,7 @@ def read(folder: Path, train: bool) -> TensorDataset:
             content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
             (raw / file.name.removesuffix(".gz")).write_bytes(content)
         data = MNIST(scratch, train=train)
-    return TensorDataset(data.data.unsqueeze(1).float().div(255).sub(0.1307).div(0.3081), data.targets)
+    return TensorDataset(data.data.unsqueeze(1).div(255).sub(0.1307).div(0.3081), data.targets)
 
 
 def new_folder(parent: Path) -> Path:
@@ -105,11 +104,14 @@ def parse() -> argparse.Namespace:
     step.add_argument("--accumulation-steps", type=int, help="instead: batches per optimizer step, on each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--float64", action="store_true", help="not float32: rounding no longer tells splits apart")
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
+    if options.float64:
+        torch.set_default_dtype(torch.float64)
     data = options.data or Path(__file__).parent / "data" / ("mnist_full" if options.full else "mnist_subset")
     world = World.from_env()
     try:
@@ -123,15 +125,12 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    split = {"global_batch_size": options.global_batch}
-    if options.accumulation_steps is not None:
-        split = {"accumulation_steps": options.accumulation_steps}
     config = TrainerConfig(
         epochs=options.epochs,
         max_steps=options.max_steps,
         batch_size=options.batch_size,
-        **split,
-        eval_batch_size=250,
+        accumulation_steps=1 if options.accumulation_steps is None else options.accumulation_steps,
+        global_batch_size=options.global_batch if options.accumulation_steps is None else None,
         seed=options.seed,
     )
     callbacks = [ProgressBar(), TensorBoard(folder), JSONLines(folder / "log.jsonl"), Checkpoint(folder)]

@@ -148,3 +148,14 @@ def test_all_ranks_stop_together_by_the_global_mean(ranks: Ranks, world_size: in
     assert {(step, reason) for step, reason, _, _ in results} == {(4, "loss has not improved on 0.5 in 2 evaluations")}
     assert str(results[0][2]) == str([1.0, 0.5, NAN, 0.5])
     assert [count for _, _, _, count in results] == [1, 0][:world_size]
+
+
+def test_without_evaluation_data_the_run_does_not_begin(ranks: Ranks) -> None:
+    def fit() -> None:
+        toy_trainer(4, callbacks=[EarlyStopping("loss", patience=1)], batch_size=1).fit()
+
+    for outcome in ranks.outcomes(2, fit):
+        assert (outcome.error, outcome.message) == (
+            "ValueError",
+            "EarlyStopping monitors 'loss' of an evaluation: pass eval_data to the trainer",
+        )

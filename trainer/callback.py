@@ -93,6 +93,7 @@ class Dispatcher:
                 )
             names.add(callback.name)
         self._names = names
+        self._active = active
         self._callbacks = self._callbacks if active else []
         self._guard = guard
 
@@ -136,7 +137,7 @@ class Dispatcher:
 
         self._run("load_state_dict", load)
         unknown = sorted(set(state) - self._names)
-        if unknown:
+        if unknown and self._active:  # one line, not one a rank
             _log.warning("ignored the checkpoint's state of callbacks that this trainer has not: %s", ", ".join(unknown))
 
     def _run(self, hook: str, call: Callable[[Callback], None]) -> None:

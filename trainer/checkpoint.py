@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FORMAT = 1
 """The version of a file's content: a dict of format, state, config, model, optimizer, scheduler, scaler and callbacks."""
@@ -20,7 +20,7 @@ FORMAT = 1
 _log = logging.getLogger("trainer")
 _NAME = re.compile(r"step-(\d{8,})\.pt")
 _UNFINISHED = ".tmp"
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)  # no bytes: b"" is not loaded
 
 
 class CheckpointError(RuntimeError):
@@ -85,8 +85,10 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except BaseException:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # torch's failure to end a file that the system would not take
         raise
     folder = os.open(path.parent, os.O_RDONLY)  # the new name itself must reach the disk too
     try:
@@ -136,8 +138,10 @@ def find(resume_from: str | Path) -> dict[str, Any] | None:
 
 def _not_plain(value: Any, place: str) -> str | None:
     """The place and type of the first value that loading without running code would refuse."""
-    if type(value) in _PLAIN or isinstance(value, Tensor):
+    if type(value) in _PLAIN:
         return None
+    if type(value) in (Tensor, nn.Parameter):  # the attributes that it may have been given are saved with it
+        return _not_plain(vars(value), f"the attributes of {place or 'the content'}")
     items: Any
     if type(value) in (dict, OrderedDict, Counter):
         items = value.items()

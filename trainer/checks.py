@@ -172,7 +172,7 @@ def _check_values(options: Mapping[str, Any]) -> None:
             warnings.simplefilter("ignore")  # of too many workers, say: it comes again
             DataLoader([], batch_size=None, **options)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise type(error)(f"loader_options: DataLoader refuses them: {error}") from None
+        raise ValueError(f"loader_options: DataLoader refuses them: {error}") from error
 
 
 def check_sampler(sampler: Any) -> None:
@@ -235,7 +235,9 @@ def agree(world: World, model: nn.Module, train_samples: int | None, eval_sets: 
     if what == "the model":
         described = world.gather(tensors)
         left, right = sorted(set(described[0]) - set(described[rank])), sorted(set(described[rank]) - set(described[0]))
-    raise ValueError(f"the ranks were given different things: {what} is {left!r} on rank 0, {right!r} on rank {rank}")
+    raise ValueError(
+        f"the ranks were given different things: {what} is {left!r} on rank 0, {right!r} on rank {rank}. Give every rank the same"
+    )
 
 
 def check_loss(output: Mapping[str, Any]) -> Tensor | Mean:
@@ -296,7 +298,8 @@ def _length(data: Any, name: str) -> int:
     try:
         return len(data)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: the length of {_kind(data)} cannot be used: {error}") from error
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        raise kind(f"{name}: the length of {_kind(data)} cannot be used: {error}") from error
 
 
 def _kind(value: Any) -> str:

@@ -137,5 +137,7 @@ class TrainerConfig:
 
 
 def _plain(value: Any) -> Any:
-    kind = next((kind for kind in (bool, int, float, str) if isinstance(value, kind)), None)
-    return (None if value is None else repr(value)) if kind is None else kind(value)  # numpy's float64 is a float, too
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enumeration's member: its value
+    kind = next((kind for kind in (bool, int, float) if isinstance(value, kind)), None)  # numpy's float64 is a float
+    return kind(value) if kind else None if value is None else repr(value)

@@ -354,10 +354,10 @@ class DDPTrainer:
 
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""
-        if resume_from is not None:
-            content = self.world.run_on_main(lambda: checkpoint.find(resume_from))
-            if content is not None:
-                self.load_state_dict(content)
+        # Rank 0 decides: where only it sees the folder, a script may have told the others to start afresh.
+        content = self.world.run_on_main(lambda: None if resume_from is None else checkpoint.find(resume_from))
+        if content is not None:
+            self.load_state_dict(content)
         self.state.stop_reason = None
         checks.warn_of_evaluation_mode(self.model, self.world.is_main)
         self.model.zero_grad()

@@ -24,7 +24,7 @@ class Replica:
         self._compression = config.gradient_compression
         self._finds_unused = bool(config.ddp_options.get("find_unused_parameters"))
         self._wrapped = model
-        self._buffers: list[Tensor] = []
+        self._sends_buffers = False
         self._called = False
         self._call_hook: RemovableHandle | None = None
         self._used: set[int] = set()
@@ -73,7 +73,7 @@ class Replica:
             # DDP sends rank 0's buffers at each synchronised forward, which is a window's last. Sent at its start instead,
             # every micro-batch sees what a resumed run would see.
             self._wrapped.broadcast_buffers = False  # type: ignore[assignment]
-            self._buffers = list(self._model.buffers())
+            self._sends_buffers = True
 
     def release(self) -> None:
         """Let go of the wrapper; the model stays as it is."""
@@ -81,11 +81,12 @@ class Replica:
             self._call_hook.remove()
         self._call_hook = None
         self._forget_use()
-        self._wrapped, self._buffers, self.trainable = self._model, [], []
+        self._wrapped, self._sends_buffers, self.trainable = self._model, False, []
 
     def begin_window(self) -> None:
         """Rank 0's buffers on every rank, once per window."""
-        self._world.broadcast_tensors(self._buffers)
+        if self._sends_buffers:  # asked for anew each time: a forward may put another tensor in a buffer's place
+            self._world.broadcast_tensors(list(self._model.buffers()))
 
     def handed(self, last: bool) -> nn.Module:
         """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""

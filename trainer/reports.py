@@ -48,9 +48,11 @@ class Reporter:
         self._started = time.perf_counter()
 
     def add(self, values: Mapping[str, Tensor | float | Mean], samples: int) -> None:
-        """One micro-batch of this rank's. Raises ValueError for a key that every report has anyway."""
+        """One micro-batch of this rank's. Raises ValueError for a key that every report has anyway, or that others lack."""
         if self._keys is None and (clash := [key for key in values if key in _OWN or str(key).startswith("lr/")]):
             raise ValueError(f"training_step returned the key {clash[0]!r}, under which the trainer reports its own: rename it")
+        if self._keys is not None and not self._sums.keys:  # this rank had no sample when the keys were agreed on
+            agree_on_keys([self._keys, *[()] * (self._world.rank - 1), tuple(values)], "training_step")
         self._sums.add(values, samples)
 
     def end_step(self, step: int, samples: int) -> None:

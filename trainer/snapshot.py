@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -41,7 +41,7 @@ def restore(
     """Take over what `take` gave. Raises ValueError, with nothing changed, where it does not fit."""
     model = check(state, run_config, trainer.model, trainer.optimizer, trainer.scheduler)
     trainer.model.load_state_dict(model)
-    trainer.optimizer.load_state_dict(state["optimizer"])
+    restore_optimizer(state["optimizer"], trainer.optimizer)
     if trainer.scheduler is not None:
         trainer.scheduler.load_state_dict(state["scheduler"])
     precision.load_state_dict(state.get("scaler"))
@@ -74,6 +74,18 @@ def check(
     if scheduler is not None:
         _check_kind("scheduler", state["scheduler"], scheduler.state_dict(), scheduler)
     return saved
+
+
+def restore_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
+    """`optimizer.load_state_dict`, with the tensors of its state in the type they were saved in, in memory of their own."""
+    optimizer.load_state_dict(saved)  # casts them to the parameter's type, which is not always theirs: ASGD, NAdam
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    numbers = (number for group in saved["param_groups"] for number in group["params"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        restored = optimizer.state.get(parameter, {})
+        for key, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and isinstance(restored.get(key), Tensor):
+                restored[key] = value.to(restored[key].device, copy=True)
 
 
 def _clean_keys(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:

@@ -1,0 +1,483 @@
+"""From samples to a batch on the device: containers, DataLoader options, and the random numbers of each sample."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+
+from tests.helpers import Numbers, Ranks, Toy, ValueToy, mean_of_outputs, toy_trainer
+from trainer import DDPTrainer, TrainerConfig, World
+from trainer.data import to_device
+from trainer.order import Permutation
+
+META = torch.device("meta")
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Any
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    name: str
+    more: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    inner: Record
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("x", "y")
+    x: Tensor
+    y: int
+
+
+class Several(list[Any]):
+    label = "several"
+
+
+class Movable:
+    """As tokenizers return them: it knows itself how to move."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> Movable:
+        return Movable(self.x.to(device))
+
+
+def t() -> Tensor:
+    return torch.ones(2)
+
+
+BATCHES: dict[str, Callable[[], Any]] = {
+    "tensor": t,
+    "namedtuple": lambda: Pair(t(), t()),
+    "namedtuple in a namedtuple": lambda: Pair(t(), Pair(t(), "text")),
+    "mapping": lambda: {"a": {"b": t()}, "names": ["p", "q"], "n": 3, "none": None},
+    "order of keys": lambda: {"z": t(), "a": t(), "m": 1},
+    "nested tuples": lambda: ((t(), t()), t()),
+    "list": lambda: [t(), [t(), 2.5], ()],
+    "dataclass": lambda: Record(t(), "name", {"deep": [t()]}),
+    "frozen dataclass": lambda: Frozen(t(), Record(t(), "inner")),
+    "dataclass with slots": lambda: Slotted(t(), 4),
+    "strings": lambda: ["one", "two"],
+    "OrderedDict": lambda: collections.OrderedDict(b=t(), a=t()),
+    "defaultdict": lambda: collections.defaultdict(list, a=[t()]),
+    "UserDict": lambda: collections.UserDict(a=t()),
+    "read-only mapping": lambda: types.MappingProxyType({"a": t()}),
+    "list subclass": lambda: Several([t(), t()]),
+    "size": lambda: (t(), torch.Size([2, 3])),
+    "what torch returns": lambda: torch.max(torch.ones(2, 2), dim=0),
+    "numpy": lambda: {"x": t(), "ids": np.arange(3)},
+    "moves itself": lambda: [Movable(t())],
+    "nothing": lambda: None,
+}
+
+
+def leaves(batch: Any, place: str = "") -> list[tuple[str, Any]]:
+    """Every container's type and every leaf, in order, with the place where it stands."""
+    if isinstance(batch, collections.abc.Mapping):
+        items = [(f"[{key!r}]", value) for key, value in batch.items()]
+    elif isinstance(batch, (list, tuple)):
+        items = [(f"[{number}]", value) for number, value in enumerate(batch)]
+    elif dataclasses.is_dataclass(batch):
+        items = [(f".{field.name}", getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+    elif isinstance(batch, Movable):
+        items = [(".x", batch.x)]
+    else:
+        return [(place, batch)]
+    return [(place, type(batch)), *(leaf for name, value in items for leaf in leaves(value, place + name))]
+
+
+def assert_same_but_for(device: torch.device, moved: Any, original: Any) -> None:
+    found, wanted = leaves(moved), leaves(original)
+    assert [place for place, _ in found] == [place for place, _ in wanted]
+    for (place, ours), (_, theirs) in zip(found, wanted, strict=True):
+        assert type(ours) is type(theirs), place
+        if isinstance(theirs, Tensor):
+            assert ours.device.type == device.type, place
+            assert ours.shape == theirs.shape, place
+            assert device.type == "meta" or torch.equal(ours, theirs), place
+        elif isinstance(theirs, np.ndarray):
+            assert np.array_equal(ours, theirs), place
+        else:
+            assert ours == theirs, place
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("device", [META, torch.device("cpu")], ids=str)
+def test_containers_keep_their_types_on_the_way_to_the_device(name: str, device: torch.device) -> None:
+    """C-10, with "meta" for a real move."""
+    batch, untouched = BATCHES[name](), BATCHES[name]()
+    assert_same_but_for(device, to_device(batch, device), untouched)
+    assert_same_but_for(torch.device("cpu"), batch, untouched)  # the input is left as it was
+
+
+def test_a_moved_container_keeps_what_belongs_to_it() -> None:
+    moved = to_device(collections.defaultdict(list, a=[t()]), META)
+    assert moved["unknown"] == []
+    packed = to_device(nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)]), META)  # a named tuple that moves itself
+    assert (packed.data.device, packed.batch_sizes.device.type) == (META, "cpu")
+    several = Several([t()])
+    several.label = "own"
+    assert to_device(several, META).label == "own"
+
+
+def test_prepare_batch_moves_to_the_ranks_device(ranks: Ranks) -> None:
+    def run() -> None:
+        trainer = toy_trainer(4)
+        for make in BATCHES.values():
+            assert_same_but_for(torch.device("cpu"), trainer.prepare_batch(make()), make())
+        trainer.world.device = META
+        for make in BATCHES.values():
+            assert_same_but_for(META, trainer.prepare_batch(make()), make())
+
+    ranks(1, run)
+
+
+@pytest.mark.parametrize(
+    ("option", "way_out"),
+    [
+        ("batch_size", "set TrainerConfig.batch_size"),
+        ("shuffle", "set TrainerConfig.shuffle"),
+        ("drop_last", "set TrainerConfig.drop_last"),
+        ("sampler", "pass sampler= to DDPTrainer"),
+        ("batch_sampler", "pass sampler= to DDPTrainer"),
+        ("dataset", "pass train_data and eval_data"),
+        ("worker_count", "there is no option 'worker_count'; there are collate_fn,"),
+    ],
+)
+def test_a_loader_option_that_the_trainer_settles_is_refused_with_the_way_out(ranks: Ranks, option: str, way_out: str) -> None:
+    def run() -> None:
+        model = Toy()
+        DDPTrainer(model, SGD(model.parameters(), lr=1.0), Numbers(4), loader_options={option: None})
+
+    for outcome in ranks.outcomes(1, run):
+        assert outcome.error == "ValueError"
+        assert f"{option!r}" in outcome.message
+        assert way_out in outcome.message
+
+
+Draw = tuple[float, float, float]
+
+
+class Drawing(Dataset[Any]):
+    """Sample i is i and a number from each generator."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return (index, float(torch.rand(())), float(np.random.rand()), random.random())
+
+
+class Remembering(DDPTrainer):
+    """Keeps what each sample drew, in training and in evaluation, and what each micro-batch draws."""
+
+    def fit(self, resume_from: Any = None) -> Any:
+        self.training: dict[tuple[int, int], Draw] = {}
+        self.evaluation: dict[tuple[int, int], Draw] = {}
+        self.steps: dict[tuple[int, int, int], Draw] = {}
+        return super().fit(resume_from)
+
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        self._remember(self.training, batch)
+        place = (self.state.step, sum(key[0] == self.state.step for key in self.steps), self.world.rank)
+        self.steps[place] = (float(torch.rand(())), float(np.random.rand()), random.random())
+        return model(batch[0].double()).mean()
+
+    def eval_step(self, model: nn.Module, batch: Any) -> Any:
+        self._remember(self.evaluation, batch)
+        return {"loss": batch[1].mean()}
+
+    def _remember(self, draws: dict[tuple[int, int], Draw], batch: Any) -> None:
+        for index, *drawn in zip(*(part.tolist() for part in batch), strict=True):
+            draws[self.state.epoch, index] = tuple(drawn)
+
+
+def drawn(
+    data: Dataset[Any], loader_options: dict[str, Any] | None = None, **config: Any
+) -> tuple[dict[Any, Draw], dict[Any, Draw], dict[Any, Draw]]:
+    World.from_env()
+    model = ValueToy()
+    trainer = Remembering(
+        model,
+        SGD(model.parameters(), lr=1.0),
+        data,
+        Drawing(9),
+        loader_options=loader_options,
+        config=TrainerConfig(**{"epochs": 2, "global_batch_size": 6, "batch_size": 2, **config}),
+    )
+    trainer.fit()
+    return trainer.training, trainer.evaluation, trainer.steps
+
+
+def merged(by_rank: list[dict[Any, Draw]]) -> dict[Any, Draw]:
+    """No sample is on two ranks."""
+    together = {key: draw for draws in by_rank for key, draw in draws.items()}
+    assert len(together) == sum(map(len, by_rank))
+    return together
+
+
+WORKERS: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 1, "persistent_workers": True},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1},
+]
+LENGTH = 15
+
+
+@pytest.fixture(scope="module")
+def draws() -> dict[int, list[Any]]:
+    """By world size: what samples drew in training, what they drew in evaluation, what steps drew; for each of WORKERS."""
+
+    def run() -> list[Any]:
+        return [drawn(Drawing(LENGTH), options) for options in WORKERS]
+
+    return {world_size: Ranks()(world_size, run) for world_size in (1, 3)}
+
+
+def test_what_a_sample_draws_depends_on_its_position_and_epoch_alone(draws: dict[int, list[Any]]) -> None:
+    """C-08: whatever workers and ranks."""
+    wanted = draws[1][0][0][0]
+    assert set(wanted) == {(epoch, index) for epoch in range(2) for index in range(LENGTH)}
+    for by_rank in draws.values():
+        for number in range(len(WORKERS)):
+            assert merged([rank[number][0] for rank in by_rank]) == wanted
+
+
+def test_a_sample_evaluated_draws_the_same_whatever_workers_and_ranks(draws: dict[int, list[Any]]) -> None:
+    wanted = draws[1][0][0][1]
+    assert len(wanted) == 2 * 9
+    for by_rank in draws.values():
+        for number in range(len(WORKERS)):
+            assert merged([rank[number][1] for rank in by_rank]) == wanted
+    assert not set(wanted.values()) & set(draws[1][0][0][0].values())  # nor what it draws in training
+
+
+def test_no_two_samples_and_no_two_streams_draw_the_same(draws: dict[int, list[Any]]) -> None:
+    """C-08: over ranks, workers and epochs, in each of the generators of torch, numpy and random."""
+    for stream in zip(*draws[3][0][2][0].values(), *draws[3][1][2][0].values(), strict=True):
+        assert len(set(stream)) == len(stream)
+    numbers = [number for draw in draws[1][0][0][0].values() for number in draw]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_what_a_step_draws_depends_on_window_micro_batch_and_rank_alone(draws: dict[int, list[Any]]) -> None:
+    """Not on how the batch was fetched, which uses the same generators in this process when there are no workers."""
+    for by_rank in draws.values():
+        for rank in by_rank:
+            assert all(rank[number][2] == rank[0][2] for number in range(len(WORKERS)))
+    steps = merged([rank[0][2] for rank in draws[3]])
+    assert len(set(steps.values())) == len(steps)
+    alone = draws[1][0][0][2]
+    assert {key: draw for key, draw in steps.items() if key in alone} == {key: alone[key] for key in steps if key in alone}
+
+
+def test_the_draws_follow_the_seed(ranks: Ranks) -> None:
+    def run() -> list[Any]:
+        return [drawn(Drawing(LENGTH), seed=seed, epochs=1) for seed in (0, 0, 1, 2**64 + 5)]
+
+    first, again, *others = ranks(1, run)[0]
+    assert first == again
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            assert ours.keys() == theirs.keys()
+            assert not set(ours.values()) & set(theirs.values())
+
+
+def test_the_draw_belongs_to_the_position_in_the_order(ranks: Ranks) -> None:
+    """With a sampler that gives a sample twice, each has numbers of its own; without shuffling positions are indices."""
+
+    class Twice(Remembering):
+        def _remember(self, draws: Any, batch: Any) -> None:
+            for index, *numbers in zip(*(part.tolist() for part in batch), strict=True):
+                draws.setdefault((self.state.epoch, index), []).append(tuple(numbers))
+
+    def run() -> Any:
+        model = ValueToy()
+        config = TrainerConfig(batch_size=4)
+        trainer = Twice(model, SGD(model.parameters(), lr=1.0), Drawing(3), sampler=[0, 1, 2, 0, 1, 2], config=config)
+        trainer.fit()
+        plain, _, _ = drawn(Drawing(6), shuffle=False, epochs=1)
+        return trainer.training, plain
+
+    (twice, plain) = ranks(1, run)[0]
+    for index in range(3):
+        assert twice[0, index] == [plain[0, index], plain[0, index + 3]]
+
+
+def states() -> tuple[Any, Any, Any]:
+    kind, keys, place, gauss, cached = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), (kind, keys.tolist(), place, gauss, cached)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_a_seed_no_random_state_is_touched(ranks: Ranks, world_size: int) -> None:
+    def run() -> None:
+        World.from_env()
+        for workers in (0, 1):
+            model = Toy()
+            before = states()
+            trainer = DDPTrainer(
+                model,
+                SGD(model.parameters(), lr=1.0),
+                Numbers(7),
+                Numbers(5),
+                loss_fn=mean_of_outputs,
+                loader_options={"num_workers": workers},
+                config=TrainerConfig(batch_size=2, seed=None, epochs=2),
+            )
+            trainer.fit()
+            trainer.evaluate(Numbers(3))
+            assert states() == before
+
+    ranks(world_size, run)
+
+
+def test_a_subset_of_an_augmented_dataset_draws_sample_by_sample(ranks: Ranks) -> None:
+    """Subset answers whole batches, but only by asking for the samples one by one."""
+
+    def run() -> Any:
+        inner = Subset(Drawing(40), range(20, 40))
+        return [drawn(subset, shuffle=False)[0] for subset in (Subset(inner, list(range(0, 20, 2))), Drawing(10))]
+
+    alone = ranks(1, run)[0]
+    pair = ranks(2, run)
+    subset, plain = (merged([rank[number] for rank in pair]) for number in range(2))
+    assert [subset, plain] == alone
+    assert set(subset) == {(epoch, 20 + 2 * place) for epoch in range(2) for place in range(10)}
+    assert {(epoch, (index - 20) // 2): draw for (epoch, index), draw in subset.items()} == plain
+
+
+class Whole(Dataset[Any]):
+    """Answers whole batches."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a dataset with __getitems__ is asked for whole batches")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        self.asked.append(indices)
+        return [(index, random.random()) for index in indices]
+
+
+def losses_of(trainer: type[DDPTrainer]) -> type[DDPTrainer]:
+    """`trainer` with a loss of the first part of the batch."""
+
+    class First(trainer):  # type: ignore[misc, valid-type]
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            return model(batch[0].double()).mean()
+
+    return First
+
+
+@pytest.mark.parametrize("through_subset", [False, True])
+def test_a_dataset_that_answers_whole_batches_is_asked_for_them(ranks: Ranks, through_subset: bool) -> None:
+    def run() -> tuple[list[list[int]], int | None]:
+        whole = Whole(20)
+        data = Subset(whole, range(10, 20)) if through_subset else whole
+        model = ValueToy()
+        config = TrainerConfig(global_batch_size=8, batch_size=3, seed=4)
+        losses_of(DDPTrainer)(model, SGD(model.parameters(), lr=1.0), data, config=config).fit()
+        return whole.asked, len(data)
+
+    for rank, (asked, length) in enumerate(ranks(2, run)):
+        order = Permutation(length, 4, 0)(range(length))
+        indices = [10 + index for index in order] if through_subset else order
+        wanted = []
+        for first in range(0, length, 8):
+            share = indices[first : first + 8][rank::2]
+            wanted += [share[:3], share[3:]]
+        assert asked == [chunk for chunk in wanted if chunk]
+
+
+def batches_of(data: Dataset[Any], loader_options: dict[str, Any] | None = None) -> list[Any]:
+    """What training_step and then eval_step get."""
+    seen: list[Any] = []
+
+    class Keeping(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            seen.append(batch)
+            return model(torch.ones(2)).mean()
+
+    model = ValueToy()
+    config = TrainerConfig(batch_size=3, shuffle=False)
+    Keeping(model, SGD(model.parameters(), lr=1.0), data, data, loader_options=loader_options, config=config).fit()
+    return seen
+
+
+def test_a_tensor_dataset_gives_what_default_collate_would(ranks: Ranks) -> None:
+    tensors = (torch.arange(14.0).reshape(7, 2), torch.arange(7), torch.arange(21).reshape(7, 1, 3).to(torch.int16))
+    data = TensorDataset(*tensors)
+
+    def run() -> Any:
+        World.from_env()
+        return [batches_of(data), batches_of(data, {"num_workers": 1}), batches_of(Subset(data, [6, 0, 0, 3]))]
+
+    plain, by_worker, subset = ranks(1, run)[0]
+    for found, indices in ((plain, range(7)), (by_worker, range(7)), (subset, [6, 0, 0, 3])):
+        chunks = [list(indices)[first : first + 3] for first in range(0, len(indices), 3)]
+        wanted = [default_collate([data[index] for index in chunk]) for chunk in chunks]
+        assert len(found) == 2 * len(wanted)  # in training, then in evaluation
+        for batch, collated in zip(found, wanted * 2, strict=True):
+            assert type(batch) is type(collated)
+            for ours, theirs in zip(batch, collated, strict=True):
+                assert torch.equal(ours, theirs)
+                assert ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_collate_fn_gets_the_samples_in_training_and_in_evaluation(ranks: Ranks, workers: int) -> None:
+    data = TensorDataset(torch.arange(4), torch.arange(4) * 10)
+
+    def run() -> Any:
+        return batches_of(
+            data, {"collate_fn": lambda samples: [tuple(map(int, sample)) for sample in samples], "num_workers": workers}
+        )
+
+    assert ranks(1, run) == [[[(0, 0), (1, 10), (2, 20)], [(3, 30)]] * 2]
+
+
+def test_a_worker_init_fn_runs_in_every_worker(ranks: Ranks) -> None:
+    class Marked(Numbers):
+        mark = 0.0
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return self.values[index] + Marked.mark, self.values[index]
+
+    def mark(worker: int) -> None:
+        Marked.mark = 0.25
+
+    def run() -> Any:
+        return [batch[0].tolist() for batch in batches_of(Marked(3), {"num_workers": 2, "worker_init_fn": mark})]
+
+    assert ranks(1, run) == [[[0.25, 1.25, 2.25]] * 2]

@@ -1,0 +1,581 @@
+"""`World`: who a process is, its device and its collectives; and how ranks find each other again and again."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers import Ranks, Recorder, toy_trainer
+from trainer import World
+from trainer.launch import Launch, agree_on_key
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
+
+
+# Collectives.
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_sum_is_elementwise_a_new_tensor_and_keeps_the_dtype(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
+    def run() -> tuple[list[list[float]], torch.dtype, list[float], list[float]]:
+        world = World.from_env()
+        values = torch.tensor([[world.rank, 1, 2], [3, 4, 5 + world.rank]]).to(dtype)
+        total = world.sum(values.t())  # not contiguous
+        total += 1
+        with_graph = torch.full((), 2.0, requires_grad=True)
+        scalar = world.sum(with_graph)
+        assert not scalar.requires_grad
+        assert scalar.shape == ()
+        return total.tolist(), total.dtype, values.flatten().tolist(), [scalar.item(), world.sum(torch.empty(0)).numel()]
+
+    n, ranks_summed = world_size, world_size * (world_size - 1) // 2
+    expected = [[ranks_summed + 1, 3 * n + 1], [n + 1, 4 * n + 1], [2 * n + 1, 5 * n + ranks_summed + 1]]
+    for rank, (total, kind, values, others) in enumerate(ranks(world_size, run)):
+        assert (total, kind) == (expected, dtype)
+        assert values == [rank, 1, 2, 3, 4, 5 + rank]
+        assert others == [2.0 * n, 0]
+
+
+def test_gather_takes_objects_of_any_size_in_rank_order(ranks: Ranks) -> None:
+    def run() -> list[Any]:
+        world = World.from_env()
+        return [
+            world.gather("x" * 10 ** (2 * world.rank)),
+            world.gather(None if world.rank == 1 else {"rank": world.rank}),
+            world.gather(torch.arange(world.rank + 1, dtype=torch.int16)),
+            world.gather({"nested": [(torch.full((2,), 0.5, requires_grad=True) * world.rank, "name")]}),
+        ]
+
+    for texts, objects, tensors, nested in ranks(3, run):
+        assert [len(text) for text in texts] == [1, 100, 10_000]
+        assert objects == [{"rank": 0}, None, {"rank": 2}]
+        assert [tensor.tolist() for tensor in tensors] == [[0], [0, 1], [0, 1, 2]]
+        assert {tensor.dtype for tensor in tensors} == {torch.int16}
+        assert [value["nested"][0][0].tolist() for value in nested] == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+        assert not any(value["nested"][0][0].requires_grad for value in nested)
+
+
+def test_one_process_gathers_a_copy_as_several_would(ranks: Ranks) -> None:
+    def run() -> tuple[list[float], list[float]]:
+        mine = torch.zeros(2)
+        (gathered,), broadcast = World.from_env().gather(mine), World.from_env().broadcast(mine)
+        gathered += 1
+        broadcast += 2
+        return mine.tolist(), (gathered + broadcast).tolist()
+
+    assert ranks(1, run) == [([0.0, 0.0], [3.0, 3.0])]
+
+
+def test_broadcast_gives_rank_0_s_value_and_ignores_what_the_others_pass(ranks: Ranks) -> None:
+    def run() -> Any:
+        world = World.from_env()
+        return world.broadcast({"path": Path("runs/7"), "w": torch.tensor([1.5])} if world.is_main else lambda: "no pickle")
+
+    for value in ranks(3, run):
+        assert value["path"] == Path("runs/7")
+        assert value["w"].tolist() == [1.5]
+
+
+def test_barrier_waits_for_the_last_rank(ranks: Ranks) -> None:
+    def run() -> tuple[float, float]:
+        world = World.from_env()
+        time.sleep(0.3 * (world.rank == 1))
+        arrived = time.monotonic()
+        world.barrier()
+        return arrived, time.monotonic()
+
+    results = ranks(3, run)
+    assert min(left for _, left in results) >= max(arrived for arrived, _ in results)
+
+
+# main_first.
+
+
+def download(folder: Path) -> None:
+    """Writes a line into the log if there is work to do, takes half a second, then the file is there."""
+    if not (folder / "data").exists():
+        with (folder / "log").open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        time.sleep(0.5)
+        (folder / "data").write_text("complete")
+
+
+def test_one_rank_downloads_before_the_others_look(ranks: Ranks, tmp_path: Path) -> None:
+    """H-07: four ranks; before a trainer is built and after."""
+
+    def run() -> list[str]:
+        world = World.from_env()
+        with world.main_first():
+            download(tmp_path)
+        first = (tmp_path / "data").read_text()
+        trainer = toy_trainer(8)
+        folder = tmp_path / "second"
+        with trainer.world.main_first():
+            folder.mkdir(exist_ok=True)
+            download(folder)
+        return [first, (folder / "data").read_text()]
+
+    assert ranks(4, run) == [["complete", "complete"]] * 4
+    assert len((tmp_path / "log").read_text().splitlines()) == 1
+    assert len((tmp_path / "second/log").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("per_node", "leading"), [(True, [0, 2]), (False, [0])])
+def test_each_node_has_a_first_rank_unless_they_share_their_files(ranks: Ranks, per_node: bool, leading: list[int]) -> None:
+    """Two nodes of two ranks: those who lead do not wait for each other, the others wait for all of them."""
+
+    def run() -> tuple[float, float]:
+        world = World.from_env()
+        world.barrier()
+        with world.main_first(per_node=per_node):
+            started = time.monotonic()
+            time.sleep(0.4)
+            return started, time.monotonic()
+
+    results = ranks(4, run, env=lambda rank: {"LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)})
+    first_end = min(results[rank][1] for rank in leading)
+    last_end = max(results[rank][1] for rank in leading)
+    assert all((started < first_end) == (rank in leading) for rank, (started, _) in enumerate(results))
+    assert all(started >= last_end for rank, (started, _) in enumerate(results) if rank not in leading)
+
+
+class Unsendable(Exception):
+    """Cannot be made anew from what pickle keeps of it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        super().__init__(f"{host}:{port} does not answer")
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_of_a_first_rank_is_raised_on_every_rank(ranks: Ranks, failing: int) -> None:
+    """H-07, on the first node and on the second; also an error that no pickle survives."""
+
+    def run() -> tuple[list[str], list[int]]:
+        world = World.from_env()
+        raised: list[str] = []
+        entered: list[int] = []
+        errors: list[Exception] = [ConnectionError("the mirror is down"), Unsendable("mirror", 80)]
+        for number, error in enumerate(errors):
+            try:
+                with world.main_first():
+                    entered.append(number)
+                    if world.rank == failing:
+                        raise error
+            except (ConnectionError, RuntimeError, Unsendable) as caught:
+                raised.append(f"{type(caught).__name__}: {caught}")
+        assert world.gather(world.rank) == [0, 1, 2, 3]  # all are still in step
+        return raised, entered
+
+    results = ranks(4, run, env=lambda rank: {"LOCAL_RANK": str(rank % 2)})
+    text = "mirror:80 does not answer"
+    for rank, (raised, entered) in enumerate(results):
+        own = f"Unsendable: {text}" if rank == failing else f"RuntimeError: Unsendable: {text}"
+        assert raised == ["ConnectionError: the mirror is down", own]
+        assert entered == ([0, 1] if rank % 2 == 0 else [])  # those who come second do not run the block at all
+
+
+def test_an_error_of_a_later_rank_is_its_own(ranks: Ranks) -> None:
+    def run() -> None:
+        world = World.from_env()
+        with world.main_first():
+            if world.rank == 1:
+                raise ValueError("cannot read the file")
+
+    first, second = ranks.outcomes(2, run)
+    assert first.ok
+    assert (second.error, second.message) == ("ValueError", "cannot read the file")
+
+
+# Opening and closing.
+
+
+def test_from_env_returns_the_open_world_until_it_is_closed(ranks: Ranks) -> None:
+    def run() -> list[bool]:
+        first = World.from_env()
+        same = [World.from_env() is first, World.from_env("cpu") is first, toy_trainer(4).world is first]
+        assert World.is_open()
+        first.close()
+        first.close()
+        second = World.from_env()
+        trainer = toy_trainer(4)
+        first.close()  # the old one has nothing to close any more
+        return [*same, World.is_open(), second is not first, trainer.world is second, second.sum(torch.ones(())).item() == 2]
+
+    assert ranks(2, run) == [[True] * 7] * 2
+
+
+def test_an_open_world_of_another_device_is_refused(ranks: Ranks) -> None:
+    def run() -> str:
+        World.from_env("cpu")
+        with pytest.raises(RuntimeError) as caught:
+            World.from_env("cuda")
+        return str(caught.value)
+
+    assert ranks(1, run) == ["the open World computes on cpu, not on 'cuda': close it first"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trainer_closes_the_world_only_if_it_opened_it(ranks: Ranks, world_size: int) -> None:
+    def run() -> list[tuple[bool, bool]]:
+        states = []
+        with toy_trainer(4) as trainer:
+            trainer.fit()
+        states.append((World.is_open(), dist.is_initialized()))
+        world = World.from_env()
+        trainer = toy_trainer(4)
+        trainer.fit()
+        trainer.close()
+        states.append((World.is_open(), dist.is_initialized()))
+        world.close()
+        states.append((World.is_open(), dist.is_initialized()))
+        return states
+
+    several = world_size > 1
+    assert ranks(world_size, run) == [[(False, False), (True, several), (False, False)]] * world_size
+
+
+def test_the_user_s_own_group_is_used_and_left_alone(ranks: Ranks) -> None:
+    """H-02: opened before the trainer, still there after it, and still of use."""
+
+    def run() -> tuple[float, float, int, int]:
+        dist.init_process_group("gloo")
+        group = dist.group.WORLD
+        trainer = toy_trainer(8, batch_size=2)
+        trainer.fit()
+        rank, size = trainer.world.rank, trainer.world.size
+        trainer.close()
+        World.from_env().close()
+        assert dist.group.WORLD is group
+        value = torch.tensor(float(dist.get_rank() + 1))
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return float(trainer.model.w.detach()), value.item(), rank, size  # type: ignore[arg-type]
+
+    assert ranks(2, run) == [(-(1.5 + 5.5), 3.0, 0, 2), (-(1.5 + 5.5), 3.0, 1, 2)]
+
+
+def test_a_group_whose_backend_does_not_serve_the_device_is_refused(ranks: Ranks) -> None:
+    """H-02: on every rank, before anything is sent."""
+
+    def run() -> str:
+        dist.init_process_group("cpu:gloo")
+        try:
+            World.from_env(device="cuda")
+        except RuntimeError as error:
+            return str(error)
+        return "nothing was raised"
+
+    for message in ranks(2, run):
+        assert message.startswith("the open process group communicates over 'cpu:gloo', which does not serve 'cuda'")
+        assert "backend 'gloo' for the CPU or 'nccl' for GPUs" in message
+
+
+def test_a_group_for_gpus_alone_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(RuntimeError, match="over 'nccl', which does not serve 'cpu'"):
+        World.from_env("cpu")
+    assert not World.is_open()
+
+
+# The environment.
+
+
+def test_plain_python_gives_what_torchrun_with_one_process_gives(ranks: Ranks) -> None:
+    """H-03: training, evaluation and hooks."""
+
+    def run() -> tuple[float, float, list[tuple[str, int]], int, str]:
+        recorder = Recorder()
+        with toy_trainer(10, eval_numbers=3, callbacks=[recorder], batch_size=2, accumulation_steps=2) as trainer:
+            trainer.fit()
+            loss = trainer.evaluate()["loss"]
+            assert not dist.is_initialized()
+        return float(trainer.model.w.detach()), loss, recorder.order, trainer.world.size, str(trainer.world.device)  # type: ignore[arg-type]
+
+    plain, launched = ranks(1, run), ranks(1, run, launched=True)
+    assert plain == launched
+    assert plain[0][:2] == (-15.5, -15.5)  # case A-02 (a); then the mean of 0, 1, 2 times that
+
+
+PARTIAL: list[tuple[dict[str, str], str]] = [
+    ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT missing"),
+    ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
+    ({"LOCAL_RANK": "1"}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT missing"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "MASTER_PORT missing"),
+    ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR missing"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "RANK missing"),
+    ({"RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, "WORLD_SIZE missing"),
+]
+
+
+@pytest.mark.parametrize(("variables", "message"), PARTIAL)
+def test_a_partial_environment_is_an_error_that_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    """H-03: at once, no waiting for anybody."""
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"the environment is partial: {next(iter(variables))}.* set, but {message}"):
+        open_with(monkeypatch, variables)
+    assert time.monotonic() - started < 2
+    assert not World.is_open()
+
+
+def open_with(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], device: str | None = None) -> World:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return World.from_env(device)
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=2 is not within WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, "RANK=-1 is not within WORLD_SIZE=2"),
+        ({"RANK": "one", "WORLD_SIZE": "1"}, "RANK must be a whole number; found 'one'"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE must be a whole number; found ''"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_with(monkeypatch, variables)
+
+
+def test_slurm_tasks_without_ranks_would_train_alone_each(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H-03: two tasks that do not know of each other. One task, or torchrun's ranks, are fine."""
+
+    def check() -> None:
+        with pytest.raises(RuntimeError, match="SLURM_NTASKS=2, but RANK is missing: each Slurm task would train alone"):
+            open_with(monkeypatch, {"SLURM_NTASKS": "2"})
+        for fine in ({"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "2", "RANK": "0", "WORLD_SIZE": "1"}, {}):
+            world = open_with(monkeypatch, fine)
+            assert (world.rank, world.size, world.local_rank, world.is_main) == (0, 1, 0, True)
+            world.close()
+
+    ranks(1, check)
+
+
+# Devices: a machine with four GPUs, pretended.
+
+
+class Machine:
+    """Stands in for torch.cuda and torch.distributed, and writes down what was asked of them, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpus: int = 4) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", self.note("set_device"))
+        monkeypatch.setattr(dist, "init_process_group", self.note("init_process_group"))
+        monkeypatch.setattr(dist, "barrier", self.note("barrier"))
+        monkeypatch.setattr("trainer.world.DistributedDataParallel", self.wrap)
+
+    def note(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+    def wrap(self, module: nn.Module, **options: Any) -> nn.Module:
+        self.calls.append(("wrap", (), options))
+        raise StopIteration  # what a pretended GPU cannot do any more
+
+    def options(self, name: str) -> dict[str, Any]:
+        return next(kwargs for call, _, kwargs in self.calls if call == name)
+
+
+FIFTH_OF_EIGHT = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+
+
+def test_the_local_rank_is_the_gpu_and_it_is_current_before_the_group_is_opened(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H-04, H-05: global rank 5, second of its node."""
+
+    def check() -> None:
+        machine = Machine(monkeypatch)
+        world = open_with(monkeypatch, FIFTH_OF_EIGHT)
+        assert [call[0] for call in machine.calls] == ["set_device", "init_process_group"]
+        assert machine.calls[0][1] == (1,)
+        _, backend, options = machine.calls[1]
+        assert backend == ("nccl",)
+        assert (options["rank"], options["world_size"]) == (5, 8)
+        assert options["device_id"] == world.device == torch.device("cuda", 1)
+        assert (world.rank, world.local_rank, world.size, world.is_main) == (5, 1, 8, False)
+        world.barrier()
+        assert machine.options("barrier") == {"device_ids": [1]}
+        with pytest.raises(StopIteration):
+            world.wrap(nn.Linear(1, 1), find_unused_parameters=True)
+        assert machine.options("wrap") == {"device_ids": [1], "find_unused_parameters": True}
+        world.close()
+
+    ranks(1, check)
+
+
+def test_on_the_cpu_nothing_is_said_about_gpus(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H-05: no device_id and no device_ids over gloo, although the machine has GPUs."""
+
+    def check() -> None:
+        machine = Machine(monkeypatch)
+        world = open_with(monkeypatch, FIFTH_OF_EIGHT, device="cpu")
+        ((_, backend, options),) = machine.calls
+        assert backend == ("gloo",)
+        assert options["device_id"] is None
+        assert world.device == torch.device("cpu")
+        world.barrier()
+        assert machine.options("barrier") == {"device_ids": None}
+        with pytest.raises(StopIteration):
+            world.wrap(nn.Linear(1, 1))
+        assert machine.options("wrap") == {"device_ids": None}
+        world.close()
+
+    ranks(1, check)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"LOCAL_RANK": "4"}, r"number 4 on its node \(LOCAL_RANK\), but the node has 4 GPUs"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK is missing: it says which GPU"),
+    ],
+)
+def test_a_rank_without_a_gpu_of_its_own_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str | None], message: str
+) -> None:
+    """H-04: never the GPU of another rank, and nothing is opened."""
+    machine = Machine(monkeypatch)
+    with pytest.raises(RuntimeError, match=message):
+        open_with(monkeypatch, {name: value for name, value in (FIFTH_OF_EIGHT | change).items() if value is not None})
+    assert machine.calls == []
+
+
+def test_only_global_rank_0_is_main(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """H-04: the first rank of the second node is not."""
+
+    def check() -> None:
+        Machine(monkeypatch, gpus=0)
+        world = open_with(monkeypatch, FIFTH_OF_EIGHT | {"RANK": "4", "LOCAL_RANK": "0"})
+        assert (world.is_main, world.local_rank) == (False, 0)
+        world.close()
+
+    ranks(1, check)
+
+
+# Time limits.
+
+
+def test_a_collective_waits_as_long_as_it_was_told(ranks: Ranks) -> None:
+    """Rank 1 comes late: too late for a limit of 2 seconds, in time for one of 20."""
+
+    def run(limit: float, late: float) -> float:
+        world = World.from_env(timeout=timedelta(seconds=limit))
+        world.barrier()
+        time.sleep(late * (world.rank == 1))
+        return world.sum(torch.ones(())).item()
+
+    waiting, late = ranks.outcomes(2, run, limit=2, late=5)
+    assert not waiting.ok
+    assert not waiting.timed_out
+    assert "imed out" in waiting.message
+    assert waiting.seconds < 5
+    assert not late.ok
+    assert ranks(2, run, limit=20, late=2.5) == [2.0, 2.0]
+
+
+def test_opening_waits_as_long_as_it_was_told_and_names_who_did_not_come(ranks: Ranks) -> None:
+    def run() -> None:
+        if os.environ["RANK"] != "1":
+            World.from_env(timeout=timedelta(seconds=2))
+
+    first, absent, third = ranks.outcomes(3, run)
+    assert absent.ok
+    assert (first.error, third.error) == ("TimeoutError", "TimeoutError")
+    assert "rank 0 waited 0:00:02 for rank 1 to join the group" in first.message
+    assert max(first.seconds, third.seconds) < 8
+
+
+# The agreement on a key, with a store that remembers everything.
+
+
+class FakeStore:
+    def __init__(self, content: dict[str, str]) -> None:
+        self.content = dict(content)
+        self.history: list[tuple[str, str]] = []
+
+    def set(self, key: str, value: str, /) -> None:
+        self.content[key] = value
+        self.history.append((key, value))
+
+    def get(self, key: str, /) -> bytes:
+        return self.content[key].encode()
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self.content for key in keys)
+
+
+def keys_of(store: FakeStore, size: int, first: int) -> list[str]:
+    """What every rank takes for the key; rank `first` comes 10 ms before the others."""
+    keys = [""] * size
+
+    def join(rank: int) -> None:
+        time.sleep(0.01 * (rank != first))
+        keys[rank] = agree_on_key(store, rank, size, timedelta(seconds=10))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return keys
+
+
+def attempts_that_died() -> Iterator[tuple[str, dict[str, str]]]:
+    """What an attempt of three ranks leaves behind, cut off after each of its messages; and its key."""
+    store = FakeStore({})
+    key = keys_of(store, 3, first=0)[0]
+    for length in range(len(store.history) + 1):
+        yield key, dict(store.history[:length])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_agree_on_a_new_key_whatever_a_dead_attempt_has_left(size: int, first: int) -> None:
+    """M-1: rank 0 must not take a dead rank's hello for a living one's, nor a rank a dead offer for its own."""
+    for old_key, left_behind in attempts_that_died():
+        keys = keys_of(FakeStore(left_behind), size, first)
+        assert len(set(keys)) == 1
+        assert keys[0] not in ("", old_key)
+
+
+def test_every_opening_has_a_key_of_its_own() -> None:
+    """M-16: the same ranks, the same store, one group after another."""
+    store = FakeStore({})
+    keys = [keys_of(store, 2, first=number % 2) for number in range(10)]
+    assert all(one == other for one, other in keys)
+    assert len({one for one, _ in keys}) == 10
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0:00:00.050000 for rank 1, 2 to join the group"):
+        agree_on_key(FakeStore({"hello/1": "a dead rank's"}), 0, 3, timedelta(seconds=0.05))
+    with pytest.raises(TimeoutError, match=r"rank 2 waited 0:00:00.050000 for rank 0 to join the group"):
+        agree_on_key(FakeStore({"offer/2": "a dead rank's offer"}), 2, 3, timedelta(seconds=0.05))
+
+
+def test_a_launch_knows_its_place() -> None:
+    variables = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    assert Launch.from_environment(variables) == Launch(5, 8, 1)
+    del variables["LOCAL_RANK"]
+    assert Launch.from_environment(variables) == Launch(5, 8, None)
