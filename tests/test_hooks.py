@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.helpers import Call, Numbers, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
-from trainer import Callback, DDPTrainer, TrainerConfig, World
+from trainer import Callback, DDPTrainer, TrainerConfig, TrainerState, World
 
 HOOKS = ("on_fit_start", "on_step", "on_eval", "on_epoch_end", "on_safe_point", "on_fit_end", "on_exception")
 

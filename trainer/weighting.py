@@ -25,7 +25,7 @@ class Weighting:
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
         self._items = torch.zeros((), dtype=dtype, device=world.device)
         self._empty_windows = torch.zeros((), dtype=dtype, device=world.device)
-        self._agreed = False
+        self._settled = False
         self.by_items: bool | None = None
         """Whether the losses are `Mean`; None before this rank has seen one."""
 
@@ -44,10 +44,12 @@ class Weighting:
     def settle(self, parameters: Sequence[nn.Parameter], window: Window) -> None:
         """After the window's reduction: the gradients of the mean over its items. Zero gradients where it had none.
 
-        Called on every rank. The first time the ranks make sure that they all count the same: ValueError where they do not.
+        Called on every rank. Where a fit's first window is too small for every rank to have a share, those without one learn
+        from the others what is counted.
         """
-        if not self._agreed:
-            self._agree()
+        if not self._settled and window.size < self._world.size:
+            self.by_items = any(self._world.gather(self.by_items))
+        self._settled = True
         if not self.by_items:
             return
         items = self._world.sum(self._items)
@@ -63,12 +65,6 @@ class Weighting:
         taken = self._empty_windows.clone()
         self._empty_windows.zero_()
         return taken
-
-    def _agree(self) -> None:
-        kinds = {kind for kind in self._world.gather(self.by_items) if kind is not None}
-        if len(kinds) > 1:
-            raise ValueError("the loss is a Mean on some ranks and a plain tensor on others: return the same kind on every rank")
-        self.by_items, self._agreed = kinds.pop(), True
 
 
 def _nominal(window: Window) -> int:
