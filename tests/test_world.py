@@ -579,3 +579,12 @@ def test_a_launch_knows_its_place() -> None:
     assert Launch.from_environment(variables) == Launch(5, 8, 1)
     del variables["LOCAL_RANK"]
     assert Launch.from_environment(variables) == Launch(5, 8, None)
+
+
+def test_a_forked_process_does_not_take_its_parents_world_for_its_own(ranks: Ranks) -> None:
+    parent = World.from_env()
+    try:
+        sizes = ranks(2, lambda: (World.is_open(), World.from_env().size))
+    finally:
+        parent.close()
+    assert sizes == [(False, 2)] * 2

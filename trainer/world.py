@@ -62,8 +62,9 @@ class World:
         self.running_hook: str | None = None
         """Set while a callback's hook runs: the hook's name."""
         self.failed = False
-        """Set once an error has ended a `fit` here: from then on nothing communicates on the way out."""
+        """Set once an error is on its way out of here: from then on nothing communicates."""
         self._owns_group = owns_group
+        self._process = os.getpid()
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     @classmethod
@@ -77,8 +78,8 @@ class World:
         Raises RuntimeError for a partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that
         is not there, and when an open world or group does not fit `device`.
         """
-        if cls._open is not None:
-            return cls._open._checked_for(device)
+        if (world := cls._opened_here()) is not None:
+            return world._checked_for(device)
         if dist.is_initialized():
             launch = Launch(dist.get_rank(), dist.get_world_size(), local_rank_in(os.environ))
             world = cls(launch, _device_of_open_group(device, launch.local_rank), owns_group=False)
@@ -94,7 +95,12 @@ class World:
     @classmethod
     def is_open(cls) -> bool:
         """Whether this process has an open world, so that `from_env` would return that one. Local."""
-        return cls._open is not None
+        return cls._opened_here() is not None
+
+    @classmethod
+    def _opened_here(cls) -> World | None:
+        """The open world; None in a forked child, which only inherits its parent's."""
+        return cls._open if cls._open is not None and cls._open._process == os.getpid() else None
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype and shape."""
@@ -237,7 +243,7 @@ class World:
         After an error nothing is destroyed: that could wait for ranks that are gone.
         """
         self.outside_hook("World.close")
-        if World._open is not self:
+        if World._opened_here() is not self:
             return
         World._open = None
         # A wrapper that is still alive when the interpreter ends can abort the process, whether its group was destroyed or
@@ -355,7 +361,9 @@ register_rendezvous_handler("ddp-trainer", _rendezvous)  # type: ignore[no-untyp
 @atexit.register
 def _close_forgotten() -> None:
     """Close what a script has left open, so that the process ends cleanly; after an error nothing communicates."""
-    if (world := World._open) is not None:
-        world.failed = world.failed or hasattr(sys, "last_value")
+    if (world := World._opened_here()) is not None:
+        error = getattr(sys, "last_value", None)  # what nobody caught, wherever it was raised
+        if error is not None and not world.failed:
+            world.record_failure(error)
         world.running_hook = None
         world.close()
