@@ -21,7 +21,7 @@ class Checkpoint(Callback):
     and always after the last step of a run. The newest `keep_last` files stay; an older one goes only after the new one is safe.
 
     With `monitor`, a key of the evaluation, the best one so far is kept as ``best.pt`` besides, written after the evaluation that
-    reached it. `mode`: "min" or "max". Ties and NaN are not better.
+    reached it. `mode`: "min" or "max". Ties and NaN are not better. Parameters that are not finite are never saved.
 
     Raises TypeError or ValueError for arguments out of range; at the start of `fit`, before any callback has written anything,
     FileExistsError when a fresh run would write into a folder that already holds a run's checkpoints, and ValueError for a
@@ -103,6 +103,9 @@ class Checkpoint(Callback):
             or (self._every_epochs is not None and state.epoch_samples == 0 and state.epoch % self._every_epochs == 0)
         )
         if not due and not self._is_best:
+            return
+        if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):
+            _log.error("Checkpoint: nothing is saved at step %d, where parameters are not finite", state.step)
             return
         content = trainer.state_dict()
         if self._is_best:  # first: a step file that knows of a best evaluation must never be there without it

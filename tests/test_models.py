@@ -1,0 +1,248 @@
+"""Models as people have them: unused, frozen and shared parameters, odd layouts, numbers that go wrong."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from callbacks import Checkpoint
+from tests.helpers import Numbers, Recorder, Toy, mean_of_outputs
+from tests.ranks import Ranks
+from trainer import DDPTrainer, TrainerConfig
+
+NAN = float("nan")
+
+
+def train(
+    model: nn.Module, numbers: Any, kind: type[DDPTrainer] = DDPTrainer, callbacks: Any = (), **settings: Any
+) -> DDPTrainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=settings.pop("weight_decay", 0.0))
+    config = TrainerConfig(**{"batch_size": 1, "shuffle": False} | settings)
+    data = Numbers(numbers, torch.float32)
+    trainer = kind(model, optimizer, data, loss_fn=mean_of_outputs, config=config, callbacks=callbacks)
+    trainer.fit()
+    return trainer
+
+
+class Spare(Toy):
+    """A toy with a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.spare = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unused_parameters_are_named_before_the_optimizer_moves(ranks: Ranks, world_size: int) -> None:
+    """I-05: at one process too; the way out is in the text."""
+
+    def run() -> str:
+        model = Spare()
+        with pytest.raises(RuntimeError) as error:
+            train(model, 6, accumulation_steps=2)
+        assert model.w.item() == 0.0
+        return str(error.value)
+
+    for message in ranks(world_size, run):
+        assert "spare.weight, spare.bias" in message
+        assert "find_unused_parameters" in message
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unused_parameters_stay_as_they_are_with_the_option(ranks: Ranks, world_size: int) -> None:
+    """I-05: bitwise, even with weight decay."""
+
+    def run() -> tuple[float, bool]:
+        model = Spare()
+        before = copy.deepcopy(model.spare)
+        train(model, 4 * world_size, global_batch_size=4, weight_decay=0.5, ddp_options={"find_unused_parameters": True})
+        return model.w.item(), torch.equal(before.weight, model.spare.weight)
+
+    right = -1.5 if world_size == 1 else -1.5 * 0.5 - 5.5
+    assert ranks(world_size, run) == [(right, True)] * world_size
+
+
+def test_parameters_used_in_different_micro_batches_are_all_reduced(ranks: Ranks) -> None:
+    """I-04: sums of 2.5 and 2.0 on both ranks, in each of three windows; c is never used."""
+
+    class Choice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.zeros(())) for _ in range(3))
+
+        def forward(self, x: Tensor, which: str) -> Tensor:
+            return {"a": self.a, "b": self.b}[which] * x
+
+    class Trainer(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            turn = vars(self).setdefault("turn", 0)
+            self.turn = turn + 1
+            which = ("a", "b" if self.world.is_main else "a", "b")[turn % 3]
+            outputs: Tensor = model(torch.tensor(self.world.rank + 1.0), which) * 3  # times 3: a sum over the micro-batches
+            return outputs
+
+        def optimizer_step(self) -> None:
+            found = [None if p.grad is None else p.grad.item() for p in self.model.parameters()]
+            vars(self).setdefault("found", []).append(found)
+
+    def run() -> list[list[float | None]]:
+        options = {"find_unused_parameters": True}
+        found: list[list[float | None]] = vars(train(Choice(), 18, Trainer, accumulation_steps=3, ddp_options=options))["found"]
+        return found
+
+    assert ranks(2, run) == [[[2.5, 2.0, None]] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", ["transposed buffer", "expanded buffer", "channels last"])
+def test_odd_layouts_train_alike_at_one_process_and_two(ranks: Ranks, kind: str) -> None:
+    """I-09."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(4, 4, 1)
+            table = torch.arange(32.0)
+            if kind == "transposed buffer":
+                self.register_buffer("table", table.reshape(1, 8, 4).transpose(0, 1))
+            elif kind == "expanded buffer":
+                self.register_buffer("table", table[:4].reshape(1, 4).expand(3, 4))
+            else:
+                self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs: Tensor = self.conv(x.reshape(-1, 1, 1, 1).expand(-1, 4, 2, 2))
+            return outputs
+
+    def run() -> tuple[float, bool]:
+        model = Odd()
+        before = copy.deepcopy(dict(model.named_buffers()))
+        train(model, 8, global_batch_size=4, batch_size=2)
+        same = all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+        return model.conv.weight.double().norm().item(), same
+
+    alone = ranks(1, run)[0]
+    for norm, same in ranks(2, run):
+        assert same
+        assert norm == pytest.approx(alone[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_a_run_ends_on_all_ranks_once_its_parameters_are_not_finite(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
+    """The error names the step and the rank whose loss was so first; no file holds such parameters."""
+    numbers = [1.0, 2.0, 3.0, NAN, *range(5, 13)]  # step 2; rank 1, if there is one
+
+    def run() -> str:
+        folder = tmp_path / str(world_size)
+        with pytest.raises(FloatingPointError) as error:
+            train(Toy(torch.float32), numbers, callbacks=[Checkpoint(folder, every_steps=1)], global_batch_size=2, log_every=4)
+        return str(error.value)
+
+    for message in ranks(world_size, run):
+        assert f"not finite at step 4: the loss was not finite at step 2 on rank {world_size - 1}" in message
+    files = sorted((tmp_path / str(world_size)).glob("*.pt"))
+    assert files
+    for file in files:
+        assert torch.load(file, map_location="cpu", weights_only=True)["model"]["w"].isfinite()
+
+
+def test_a_run_told_to_warn_goes_on_with_parameters_that_are_not_finite() -> None:
+    recorder = Recorder()
+    with pytest.warns(RuntimeWarning, match="parameters are not finite at step 1"), pytest.warns(RuntimeWarning, match="loss"):
+        trainer = train(Toy(torch.float32), [NAN, 1.0, 2.0], callbacks=[recorder], log_every=1, on_nonfinite="warn")
+    assert trainer.state.step == 3
+    assert len(recorder.reports) == 3
+
+
+def test_an_infinite_loss_that_leaves_the_parameters_alone_only_warns() -> None:
+    class Shifted(Toy):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.ones_like(x)) + (x - 2.0).reciprocal()
+
+    with pytest.warns(RuntimeWarning, match="not finite at step 3 on rank 0"):
+        trainer = train(Shifted(torch.float32), 5, log_every=5)
+    assert trainer.state.step == 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_without_anything_to_train_still_evaluates(ranks: Ranks, world_size: int) -> None:
+    """I-06."""
+
+    def run() -> tuple[dict[str, float], str]:
+        model = Toy(torch.float32).requires_grad_(False)
+        optimizer = torch.optim.SGD([model.w], lr=1.0)
+        data = Numbers([1.0, 0.0, 1.0], torch.float32)
+        trainer = DDPTrainer(model, optimizer, data, data, loss_fn=mean_of_outputs)
+        metrics = trainer.evaluate()
+        with pytest.raises(ValueError, match="requires a gradient") as error:
+            trainer.fit()
+        return metrics, str(error.value)
+
+    assert [metrics for metrics, _ in ranks(world_size, run)] == [{"loss": 0.0}] * world_size
+
+
+def test_shared_parameters_train_alike_at_one_process_and_two(ranks: Ranks) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(1, 1)
+            self.second = nn.Linear(1, 1)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs: Tensor = self.second(self.first(x.reshape(-1, 1) / 10))
+            return outputs
+
+    def run() -> float:
+        model = Tied()
+        train(model, 8, global_batch_size=4)
+        return model.first.weight.item()
+
+    alone = ranks(1, run)[0]
+    assert ranks(2, run) == pytest.approx([alone] * 2, rel=1e-6)
+
+
+def test_gradient_compression_sends_half_the_bytes_and_still_trains(ranks: Ranks) -> None:
+    def run() -> float:
+        model = Toy(torch.float32)
+        train(model, 8, global_batch_size=4, gradient_compression="bf16")
+        return model.w.item()
+
+    assert ranks(2, run) == [-7.0] * 2
+
+
+def test_out_of_memory_says_what_to_change() -> None:
+    class Greedy(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"batch_size=1: halve it .* curve stays the same"):
+        train(Toy(torch.float32), 4, Greedy)
+
+
+def test_predictions_come_in_dataset_order_on_rank_0_alone(ranks: Ranks) -> None:
+    class Trainer(DDPTrainer):
+        def predict_step(self, model: nn.Module, batch: Any) -> Any:
+            doubled = 2 * batch[0]
+            return {"doubled": doubled, "names": [f"sample {int(value)}" for value in batch[0]], "pair": (doubled, batch[0])}
+
+    def run() -> list[Any]:
+        model = Toy(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        trainer = Trainer(model, optimizer, config=TrainerConfig(eval_batch_size=3))
+        return [trainer.predict(Numbers(size, torch.float32)) for size in (1, 2, 7, 13)]
+
+    for world_size in (1, 2, 4):
+        first, *others = ranks(world_size, run)
+        assert others == [[None] * 4] * (world_size - 1)
+        for found, size in zip(first, (1, 2, 7, 13), strict=True):
+            assert found["doubled"].tolist() == [2.0 * number for number in range(size)]
+            assert found["names"] == [f"sample {number}" for number in range(size)]
+            assert found["pair"][1].tolist() == list(map(float, range(size)))

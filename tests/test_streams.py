@@ -1,0 +1,259 @@
+"""Datasets without a length: every item once, the same windows and the same end on all ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, get_worker_info
+
+from callbacks import Checkpoint
+from tests.helpers import Numbers, Recorder, Toy, mean_of_outputs
+from tests.ranks import Ranks
+from trainer import DDPTrainer, TrainerConfig
+
+Pair = tuple[Tensor, Tensor]
+
+
+def pair(value: float) -> Pair:
+    return torch.tensor(float(value), dtype=torch.float64), torch.tensor(0.0)
+
+
+class Stream(IterableDataset[Pair]):
+    """The numbers from 0 on; with `noisy`, plus random numbers of all three generators."""
+
+    def __init__(self, length: int, noisy: bool = False) -> None:
+        self.length = length
+        self.noisy = noisy
+
+    def __iter__(self) -> Iterator[Pair]:
+        for number in range(self.length):
+            noise = torch.rand(()).item() + np.random.rand() + random.random() if self.noisy else 0.0
+            yield pair(number + noise)
+
+
+class Shuffled(IterableDataset[Pair]):
+    """A stream with a shuffle buffer that draws from Python's generator."""
+
+    def __iter__(self) -> Iterator[Pair]:
+        buffer: list[int] = []
+        for number in range(40):
+            buffer.append(number)
+            if len(buffer) == 7:
+                yield pair(buffer.pop(random.randrange(7)))
+        yield from map(pair, buffer)
+
+
+class Keeper(DDPTrainer):
+    """Remembers the numbers that this rank has trained on."""
+
+    def training_step(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        self.__dict__.setdefault("seen", []).extend(batch[0].tolist())
+        return mean_of_outputs(model(batch[0]), batch[1])
+
+    def eval_step(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return mean_of_outputs(model(batch[0]), batch[1])
+
+
+def keeper(data: Any, workers: int = 0, callbacks: Any = (), eval_data: Any = None, **settings: Any) -> Keeper:
+    model = Toy()
+    options = {"num_workers": workers} | ({"persistent_workers": True} if settings.pop("persistent", False) else {})
+    return Keeper(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        data,
+        eval_data,
+        loader_options=options,
+        config=TrainerConfig(**{"log_every": 1} | settings),
+        callbacks=callbacks,
+    )
+
+
+def trained(data: Any, **settings: Any) -> Callable[[], tuple[list[float], float, tuple[int, int, int, int]]]:
+    def run() -> tuple[list[float], float, tuple[int, int, int, int]]:
+        trainer = keeper(data, **settings)
+        state = trainer.fit()
+        counts = (state.step, state.epoch, state.samples, state.epoch_samples)
+        return vars(trainer)["seen"], trainer.model.w.item(), counts  # type: ignore[operator]
+
+    return run
+
+
+@pytest.mark.parametrize(("world_size", "length", "w"), [(1, 10, -15.5), (2, 20, -32.5)])
+def test_tail_of_a_stream_is_a_step_like_that_of_a_sized_dataset(ranks: Ranks, world_size: int, length: int, w: float) -> None:
+    """C-05: five micro-batches, two a window."""
+    for data in (Stream(length), Numbers(length)):
+        run = trained(data, batch_size=2, accumulation_steps=2, shuffle=False)
+        for _, weight, counts in ranks(world_size, run):
+            assert (weight, counts) == (w, (3, 1, length, 0))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_every_item_is_trained_on_once_whatever_ranks_and_workers(ranks: Ranks, world_size: int, workers: int) -> None:
+    """C-04; the windows are the same too: w is."""
+    found = ranks(world_size, trained(Stream(12), workers=workers, batch_size=2, global_batch_size=5, epochs=2), timeout=60)
+    assert sorted(number for seen, *_ in found for number in seen) == sorted([*range(12), *range(12)])
+    assert {counts for *_, counts in found} == {(6, 2, 24, 0)}
+    assert found[0][1] == pytest.approx(-2 * (2.0 + 7.0 + 10.5), rel=1e-12)
+
+
+def test_an_item_looks_the_same_in_every_rank_and_worker_and_differs_between_epochs(ranks: Ranks) -> None:
+    def noises(world_size: int, workers: int, persistent: bool) -> list[float]:
+        run = trained(Stream(9, noisy=True), workers=workers, batch_size=2, epochs=2, persistent=persistent)
+        return sorted(number for seen, *_ in ranks(world_size, run, timeout=60) for number in seen)
+
+    alone = noises(1, 0, False)
+    assert len(set(alone)) == 18
+    assert noises(2, 0, False) == alone
+    assert noises(3, 2, True) == alone
+
+
+def test_a_shuffle_buffer_in_the_dataset_is_the_same_everywhere(ranks: Ranks) -> None:
+    for workers in (0, 2):
+        found = ranks(2, trained(Shuffled(), workers=workers, batch_size=3), timeout=60)
+        assert sorted(number for seen, *_ in found for number in seen) == list(range(40))
+
+
+def test_a_dataset_that_splits_itself_by_worker_still_gives_every_item(ranks: Ranks) -> None:
+    class Split(Stream):
+        def __iter__(self) -> Iterator[Pair]:
+            info = get_worker_info()
+            first, step = (info.id, info.num_workers) if info else (0, 1)
+            return map(pair, range(first, self.length, step))
+
+    found = ranks(2, trained(Split(11), workers=2, batch_size=2), timeout=60)
+    assert sorted(number for seen, *_ in found for number in seen) == list(range(11))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_shards_itself_is_left_alone_and_uneven_ends_are_agreed_on(ranks: Ranks, workers: int) -> None:
+    """G-02: rank 0 has three items, rank 1 two, of value rank + 1: steps of 1.5, 1.5 and 1."""
+
+    class Sharded(Stream):
+        sharded = True
+
+        def __iter__(self) -> Iterator[Pair]:
+            import os
+
+            rank, info = int(os.environ["RANK"]), get_worker_info()
+            items = [rank + 1.0] * (3 - rank)
+            return map(pair, items[info.id :: info.num_workers] if info else items)
+
+    found = ranks(2, trained(Sharded(0), workers=workers, batch_size=1), timeout=60)
+    assert [(seen, w, counts) for seen, w, counts in found] == [
+        ([1.0, 1.0, 1.0], -4.0, (3, 1, 5, 0)),
+        ([2.0, 2.0], -4.0, (3, 1, 5, 0)),
+    ]
+
+
+def test_drop_last_leaves_out_the_short_window_and_ends_the_epoch_before_it(ranks: Ranks) -> None:
+    for workers in (0, 2):
+        run = trained(Stream(22), workers=workers, batch_size=2, global_batch_size=8, drop_last=True, epochs=2)
+        found = ranks(3, run, timeout=60)
+        assert sorted(number for seen, *_ in found for number in seen) == sorted([*range(16), *range(16)])
+        assert {counts for *_, counts in found} == {(4, 2, 32, 0)}
+
+
+def test_max_steps_ends_a_stream_and_makes_the_total_known(ranks: Ranks) -> None:
+    def run() -> tuple[int | None, list[Any]]:
+        rates: list[Any] = []
+        model = Toy()
+        trainer = Keeper(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            Stream(7),
+            scheduler=lambda optimizer, total: rates.append(total) or torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),  # type: ignore[func-returns-value]
+            config=TrainerConfig(batch_size=2, max_steps=6),
+        )
+        state = trainer.fit()
+        return trainer.total_steps, [*rates, state.step, state.epoch, state.epoch_samples]
+
+    assert ranks(1, run) == [(6, [6, 6, 1, 4])]
+    assert ranks(2, run) == [(6, [6, 6, 3, 0])] * 2
+
+
+def test_a_scheduler_that_needs_the_total_is_refused_without_one() -> None:
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="total number of steps"):
+        Keeper(model, optimizer, Stream(5), scheduler=lambda o, n: torch.optim.lr_scheduler.ConstantLR(o, 1.0))
+
+
+def test_an_empty_stream_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for outcome in ranks.outcomes(2, trained(Stream(0))):
+        assert outcome.error == "ValueError"
+        assert "gave nothing to train on" in outcome.message
+
+
+def test_evaluation_of_a_stream_counts_every_sample_once(ranks: Ranks) -> None:
+    def run() -> dict[str, float]:
+        trainer = keeper(Numbers(3), workers=2)
+        nn.init.ones_(trainer.model.w)  # type: ignore[arg-type]
+        return trainer.evaluate({"a": Stream(1), "b": Stream(7), "c": Stream(64)})
+
+    for world_size in (1, 3):
+        for metrics in ranks(world_size, run, timeout=60):
+            assert metrics == {"a/loss": 0.0, "b/loss": 3.0, "c/loss": 31.5}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_resumes_bitwise_after_any_step_at_one_and_two_processes(ranks: Ranks, tmp_path: Path, workers: int) -> None:
+    """L9: with noise from all three generators, in the middle of an epoch too."""
+
+    def weights(world_size: int) -> list[float]:
+        found = []
+        for stop in (None, 1, 2, 3, 4):
+            folder = tmp_path / f"{world_size}-{workers}-{stop}"
+            for _ in range(2 if stop else 1):
+                limit = stop if stop and not folder.exists() else 5
+                data = Stream(9, noisy=True)
+                trainer = keeper(data, workers, [Checkpoint(folder)], batch_size=2, global_batch_size=4, max_steps=limit)
+                trainer.fit(resume_from=folder)
+            found.append(trainer.model.w.item())  # type: ignore[operator]
+        return found
+
+    for world_size in (1, 2):
+        for found in ranks(world_size, weights, world_size, timeout=90):
+            assert len(set(found)) == 1
+
+
+def test_a_dataset_with_set_epoch_is_told_the_epoch_in_living_workers_too(ranks: Ranks) -> None:
+    """C-09, for streams and for map-style datasets."""
+
+    class Epochs(IterableDataset[Pair]):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[Pair]:
+            return iter([pair(self.epoch)] * 4)
+
+    class Map(Numbers):
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __getitem__(self, index: int) -> Pair:
+            return pair(self.epoch)
+
+    def run() -> list[list[float]]:
+        found = []
+        for data in (Epochs(), Map(4)):
+            for workers, persistent in ((0, False), (1, False), (1, True)):
+                trainer = keeper(data, workers, [Recorder()], eval_data=data, batch_size=4, epochs=3, persistent=persistent)
+                trainer.fit()
+                found.append(vars(trainer)["seen"])
+        return found
+
+    for seen in ranks(1, run, timeout=90)[0]:
+        assert seen == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
