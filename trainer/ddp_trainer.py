@@ -137,8 +137,8 @@ class DDPTrainer:
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
         except BaseException as error:
+            self._hooks.on_exception(self, error)  # first: torchrun may end this process at any moment
             self.world.record_failure(error)
-            self._hooks.on_exception(self, error)
             raise
         finally:
             self._agreement.close()
@@ -157,7 +157,7 @@ class DDPTrainer:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
-            means = self.summarize(evaluate(self, self._replica, dataset, self._train.options))
+            means = checks.check_summary(self.summarize(evaluate(self, self._replica, dataset, self._train.options)))
             metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
         return metrics
 
@@ -172,7 +172,8 @@ class DDPTrainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self.world.failed = self.world.failed or error is not None
+        if error is not None and not self.world.failed:
+            self.world.record_failure(error)
         self.close()
 
     # ------------------------------------------------------------------------------------- to override; run on every rank
@@ -321,11 +322,11 @@ class DDPTrainer:
         evaluation_due = state.step % config.eval_every == 0 if config.eval_every else epoch_over or at_end
         if report_due or epoch_over:
             self._reporter.reduce(state.step)
-        self._hooks.on_step(self, self.summarize(self._reporter.take_report()) if report_due else {})
+        self._hooks.on_step(self, checks.check_summary(self.summarize(self._reporter.take_report())) if report_due else {})
         if evaluation_due and self.eval_sets:
             self._hooks.on_eval(self, self._evaluate())
         if epoch_over:
-            self._hooks.on_epoch_end(self, self.summarize(self._reporter.take_epoch()))
+            self._hooks.on_epoch_end(self, checks.check_summary(self.summarize(self._reporter.take_epoch())))
         reason = self._agreement.settle(state.step, due=report_due or evaluation_due or epoch_over)
         state.stop_reason = None if at_end else reason  # on a planned end nobody was stopped
         self._hooks.on_safe_point(self)
