@@ -16,7 +16,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
@@ -88,7 +89,7 @@ class Ranks:
     """``ranks(4, function, *args)`` is what `function(*args)` returned on ranks 0, 1, 2, 3.
 
     The ranks are forked from this process, so torch is imported already and closures need no pickling; results are
-    pickled. Each finds the environment of a torchrun worker, with a store that this process hosts. One rank runs
+    pickled. Each finds the environment of a torchrun worker, with a store that another process hosts. One rank runs
     without that environment, as plain python would (`launched` overrides). Ranks see no GPU.
 
     A rank ends as a Python process does, its atexit handlers included, up to the destruction of what is still alive:
@@ -121,30 +122,57 @@ class Ranks:
     ) -> list[Outcome]:
         """How each rank ended, in rank order; raises nothing for a rank that failed."""
         launched = world_size > 1 if launched is None else launched
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
-        with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        with _agent_store() if launched else nullcontext() as port, tempfile.TemporaryDirectory(prefix="ranks-") as name:
             folder = Path(name)
             started = time.monotonic()
-            pids: list[int] = []
+            running: dict[int, int] = {}  # process ids, by rank
             try:
                 for rank in range(world_size):
                     environment: dict[str, str | None] = dict.fromkeys(_LAUNCHER)
                     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                    if store is not None:
-                        environment |= _torchrun_environment(rank, world_size, store.port, folder)
+                    if port is not None:
+                        environment |= _torchrun_environment(rank, world_size, port, folder)
                     environment |= (env(rank) if callable(env) else env) or {}
                     sys.stdout.flush()  # or the child would write the rest of the buffers again
                     sys.stderr.flush()
                     pid = os.fork()
                     if pid == 0:
                         _run_rank(lambda: function(*args, **kwargs), folder / str(rank), environment, timeout)
-                    pids.append(pid)
-                return _wait(pids, folder, started, timeout)
+                    running[rank] = pid
+                return _wait(running, folder, started, timeout)
             except BaseException:  # an interrupt, or the time limit of the whole test
-                for pid in pids:
+                for pid in running.values():
                     _kill(pid)
                     os.waitpid(pid, 0)
                 raise
+
+
+@contextmanager
+def _agent_store() -> Iterator[int]:
+    """The port of a store for the ranks, which a process of its own hosts, as torchrun's agent does.
+
+    Not this one: the store's server is a thread, and a rank forked while it held a lock would find that locked for ever.
+    """
+    port, port_end = os.pipe()
+    alive, alive_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(alive_end)
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(port_end, str(store.port).encode())
+            os.read(alive, 1)  # until this process is killed, or nobody is left who could do it
+        finally:
+            os._exit(0)
+    try:
+        os.close(port_end)
+        os.close(alive)
+        yield int(os.read(port, 16))
+    finally:
+        os.close(port)
+        os.close(alive_end)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _torchrun_environment(rank: int, world_size: int, port: int, folder: Path) -> dict[str, str]:
@@ -267,9 +295,8 @@ def _write(result: dict[str, Any], files: Path) -> int:
 # In the parent.
 
 
-def _wait(pids: list[int], folder: Path, started: float, timeout: float) -> list[Outcome]:
+def _wait(running: dict[int, int], folder: Path, started: float, timeout: float) -> list[Outcome]:
     """Waits for every rank, kills those that pass the limit, and whatever a rank leaves behind in its group."""
-    running = dict(enumerate(pids))
     ended: dict[int, tuple[int, float, bool]] = {}  # exit code, seconds, killed at the limit
     late = False
     while running:
@@ -282,11 +309,11 @@ def _wait(pids: list[int], folder: Path, started: float, timeout: float) -> list
             # WNOWAIT leaves the dead process in place, so that its number still names its group and nothing else.
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 _kill(pid)
+                del running[rank]
                 exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 ended[rank] = (exit_code, seconds, late and exit_code == -signal.SIGKILL)
-                del running[rank]
         time.sleep(0.005)
-    return [_outcome(rank, folder / str(rank), *ended[rank]) for rank in range(len(pids))]
+    return [_outcome(rank, folder / str(rank), *ended[rank]) for rank in sorted(ended)]
 
 
 def _kill(pid: int) -> None:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from callbacks import Checkpoint, EarlyStopping, JSONLines, ProgressBar, TensorBoard
-from tests.helpers import Numbers, Outcome, Ranks, Toy, mean_of_outputs
+from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs
 from trainer import Callback, CheckpointError, DDPTrainer, Mean, TrainerConfig, World
 
 # ------------------------------------------------------------------------------------------------------ what people pass
@@ -192,6 +192,14 @@ def step_of(function: Callable[[DDPTrainer, nn.Module, Any], Any]) -> type[DDPTr
     return Stepping
 
 
+def summary_of(function: Callable[[dict[str, float]], Any]) -> type[DDPTrainer]:
+    class Summarizing(DDPTrainer):
+        def summarize(self, metrics: dict[str, float]) -> Any:
+            return function(metrics)
+
+    return Summarizing
+
+
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return mean_of_outputs(model(batch[0]), batch[1])
 
@@ -226,6 +234,12 @@ def resumed(error: type[BaseException], says: str, run_with: Any = None, **chang
             assert files(folder) == before
 
     return Bad(error, says, attempt, writes=True)
+
+
+def from_weights_alone(folder: Path) -> None:
+    file = folder.with_suffix(".pt")
+    World.from_env().run_on_main(lambda: torch.save(Toy().state_dict(), file))
+    build().fit(file)
 
 
 def afresh(folder: Path) -> None:
@@ -635,6 +649,19 @@ STEPS = {
             lambda trainer, model, batch: loss_of(model, batch) if batch[0] < 2 else (trainer.model.w * batch[0]).mean()
         ),
     ),
+    "a summary that returns nothing": fitted(
+        TypeError,
+        r"summarize must return the metrics, a dict of numbers by name; it returned None \(is a return missing\?\)",
+        steps=1,
+        callbacks=[],
+        kind=summary_of(lambda metrics: None),
+    ),
+    "a summary of tensors": evaluated(
+        TypeError,
+        r"summarize must return numbers by name; found 'exp': tensor\(1.\) \(torch.Tensor\); float\(...\) makes one",
+        Numbers(8),
+        kind=summary_of(lambda metrics: {**metrics, "exp": torch.tensor(1.0)}),
+    ),
     "an evaluation that returns nothing": evaluated(
         TypeError, RETURNED.replace("training", "eval") + ".*", Numbers(8), kind=step_of(lambda trainer, model, batch: None)
     ),
@@ -762,6 +789,9 @@ RESUMED = {
         TypeError, "resume_from must be the path of a checkpoint or of a folder of them; found 3", 3
     ),
     "an empty text for resume_from": fitted(ValueError, "resume_from is an empty text: .*, or pass None to start afresh", ""),
+    "a file of weights alone": Bad(
+        CheckpointError, "FOLDER.pt was not written by DDPTrainer: it holds no 'format'", from_weights_alone
+    ),
     "a file that is no checkpoint": fitted(CheckpointError, f"{quoted(__file__)} is no whole checkpoint: .*", __file__),
 }
 
@@ -970,6 +1000,15 @@ def test_it_is_the_same_clear_error_on_both_ranks(name: str, outcomes: dict[int,
     check(AT_TWO[name], found)
     if name.endswith(ON_ONE):
         assert [attempt.cause for attempt in found] == ["raised on rank 1", "None"]
+
+
+def test_callbacks_may_come_from_any_iterable(ranks: Ranks) -> None:
+    def run() -> int:
+        recorder = Recorder()
+        build(callbacks=(callback for callback in [recorder])).fit()
+        return len(recorder.reports)
+
+    assert ranks(1, run) == [2]
 
 
 def test_fewer_samples_than_ranks_with_drop_last_end_every_rank_with_the_numbers(ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
 from tests.helpers import Numbers, Ranks, Toy, ValueToy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, World
@@ -217,11 +217,14 @@ class Remembering(DDPTrainer):
 
 
 def drawn(
-    data: Dataset[Any], loader_options: dict[str, Any] | None = None, **config: Any
+    data: Dataset[Any],
+    loader_options: dict[str, Any] | None = None,
+    kind: type[Remembering] = Remembering,
+    **config: Any,
 ) -> tuple[dict[Any, Draw], dict[Any, Draw], dict[Any, Draw]]:
     World.from_env()
     model = ValueToy()
-    trainer = Remembering(
+    trainer = kind(
         model,
         SGD(model.parameters(), lr=1.0),
         data,
@@ -290,10 +293,13 @@ def test_what_a_step_draws_depends_on_window_micro_batch_and_rank_alone(draws: d
     for by_rank in draws.values():
         for rank in by_rank:
             assert all(rank[number][2] == rank[0][2] for number in range(len(WORKERS)))
-    steps = merged([rank[0][2] for rank in draws[3]])
-    assert len(set(steps.values())) == len(steps)
-    alone = draws[1][0][0][2]
-    assert {key: draw for key, draw in steps.items() if key in alone} == {key: alone[key] for key in steps if key in alone}
+    alone, steps = draws[1][0][0][2], merged([rank[0][2] for rank in draws[3]])
+    assert len(alone) > len(steps) / 3  # more micro-batches a window
+    for drawn_by_steps in (alone, steps):
+        assert len(set(drawn_by_steps.values())) == len(drawn_by_steps)
+    common = alone.keys() & steps.keys()
+    assert common
+    assert all(alone[key] == steps[key] for key in common)
 
 
 def test_the_draws_follow_the_seed(ranks: Ranks) -> None:
@@ -370,6 +376,29 @@ def test_a_subset_of_an_augmented_dataset_draws_sample_by_sample(ranks: Ranks) -
     assert [subset, plain] == alone
     assert set(subset) == {(epoch, 20 + 2 * place) for epoch in range(2) for place in range(10)}
     assert {(epoch, (index - 20) // 2): draw for (epoch, index), draw in subset.items()} == plain
+
+
+class First(Remembering):
+    """Of stacked parts, takes the first in training."""
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return batch[0] if self.model.training else batch
+
+
+def test_stacked_datasets_draw_sample_by_sample_unless_one_answers_batches(ranks: Ranks) -> None:
+    """StackDataset too has the method for whole batches."""
+
+    def run() -> Any:
+        whole, model = Whole(8), ValueToy()
+        stacked = StackDataset(Drawing(8), Subset(Drawing(20), range(8, 16)))
+        plain = drawn(stacked, kind=First)[0]
+        config = TrainerConfig(batch_size=4, shuffle=False)
+        First(model, SGD(model.parameters(), lr=1.0), StackDataset(Drawing(8), whole), config=config).fit()
+        return plain, whole.asked
+
+    ((alone, asked),) = ranks(1, run)
+    assert merged([rank[0] for rank in ranks(2, run)]) == alone
+    assert asked == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 class Whole(Dataset[Any]):

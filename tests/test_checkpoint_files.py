@@ -240,21 +240,21 @@ def test_a_truncated_zeroed_or_empty_file_is_found(tmp_path: Path) -> None:
 def test_the_newest_whole_file_is_taken_and_damaged_ones_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = CheckpointFolder(tmp_path)
     assert folder.newest() is None
-    for step in (3, 20, 100, 200_000_000, 3_000_000_000):
+    for step in (3, 20, 100, 99_999_999, 100_000_000):
         folder.write(name(step), content(step))
-    assert list(folder.steps()) == [3, 20, 100, 200_000_000, 3_000_000_000]
-    for other in ("best.pt", "step-5.pt", "step-00000999.pt.tmp", "step-000009999.pth", "step-00000x99.pt"):
+    for other in ("best.pt", "step-5.pt", "step-00000999.pt.tmp", "step-000009999.pth", "step-00000x99.pt", "step-best.pt"):
         (tmp_path / other).write_bytes(b"damaged")
-    assert step_of(folder.newest()) == 3_000_000_000
+    assert list(folder.steps()) == [3, 20, 100, 99_999_999, 100_000_000]
+    assert step_of(folder.newest()) == 100_000_000
     assert caplog.records == []
 
-    (tmp_path / name(3_000_000_000)).write_bytes(b"damaged")
-    (tmp_path / name(200_000_000)).unlink()
-    (tmp_path / name(200_000_000)).mkdir()
+    (tmp_path / name(100_000_000)).write_bytes(b"damaged")
+    (tmp_path / name(99_999_999)).unlink()
+    (tmp_path / name(99_999_999)).mkdir()
     os.truncate(tmp_path / name(100), 700)
     with caplog.at_level(logging.ERROR, "trainer"):
         assert step_of(folder.newest()) == 20
-    for step, record in zip((3_000_000_000, 200_000_000, 100), caplog.records, strict=True):
+    for step, record in zip((100_000_000, 99_999_999, 100), caplog.records, strict=True):
         assert str(tmp_path / name(step)) in record.getMessage()
 
 
@@ -299,15 +299,15 @@ def test_a_file_of_another_make_or_format_is_refused_by_name(tmp_path: Path) -> 
 
 
 class Nested(nn.Module):
-    """A model with a child of the name that DistributedDataParallel uses."""
+    """All in a child of the name that DistributedDataParallel uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.module = nn.Linear(1, 1, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
+        self.module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.module(x.unsqueeze(1)))
+        outputs: Tensor = self.module(x.unsqueeze(1))
+        return outputs
 
 
 @pytest.mark.parametrize("make", [Toy, Nested])
@@ -345,8 +345,8 @@ def test_keys_of_which_only_some_have_a_prefix_are_refused(ranks: Ranks, tmp_pat
     def load() -> None:
         trainer = toy_trainer(4, Nested(), batch_size=2)
         state = trainer.state_dict()
-        state["model"] = {key if "norm" in key else f"module.{key}": value for key, value in state["model"].items()}
-        with pytest.raises(ValueError, match=r"not in the file: module.bias.*only in the file: module.module.bias"):
+        state["model"] = {key if "1." in key else f"module.{key}": value for key, value in state["model"].items()}
+        with pytest.raises(ValueError, match=r"not in the file: module.0.bias.*only in the file: module.module.0.bias"):
             trainer.load_state_dict(state)
 
     ranks(1, load)

@@ -41,7 +41,7 @@ class Job(NamedTuple):
         return float(found[1]), int(found[2]), float(found[3]), int(found[4])
 
 
-def launch(folder: Path, processes: int | None, script: str, *options: object) -> Job:
+def launch(folder: Path, processes: int | None, script: str, *options: object, limit: float = 110) -> Job:
     """Run an example in `folder`, without a network: in plain python, or through torchrun as so many processes."""
     command = [sys.executable]
     if processes is not None:
@@ -51,7 +51,7 @@ def launch(folder: Path, processes: int | None, script: str, *options: object) -
     without = {"no_proxy", "NO_PROXY"}
     environment = {k: v for k, v in os.environ.items() if k not in without} | nowhere | {"OMP_NUM_THREADS": "1"}
     start = time.monotonic()
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
     return Job(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 
 
@@ -213,7 +213,7 @@ def test_a_run_stopped_in_mid_epoch_and_resumed_on_two_processes_ends_with_the_s
 def test_full_without_a_network_ends_with_one_message_that_names_both_ways_out(tmp_path: Path) -> None:
     job = launch(tmp_path, 2, "mnist.py", "--full", "--data", tmp_path / "mnist")
     assert job.code != 0
-    assert job.seconds < 30
+    assert job.seconds < 60
     assert job.err.count("MNIST could not be downloaded") == 1
     assert re.search(rf"Either put its four files \({', '.join(NAMES)}, gzipped or not\) into {tmp_path}/mnist\n", job.err)
     assert "or run without --full" in job.err
@@ -263,7 +263,7 @@ def test_torchrun_takes_none_of_the_options_for_itself() -> None:
     from torch.distributed.run import parse_args
 
     options = re.findall(r"^  (--[\w-]+)", launch(EXAMPLES, None, "mnist.py", "--help").out, flags=re.MULTILINE)
-    assert len(options) == 11
+    assert len(options) == 12
     for option in options:
         assert parse_args(["--standalone", "mnist.py", option, "1"]).training_script_args == [option, "1"]
 
@@ -278,7 +278,8 @@ def test_an_example_is_shorter_than_150_lines(script: str) -> None:
 
 @pytest.mark.timeout(300)
 def test_split_parity_prints_its_table_and_draws_its_picture(tmp_path: Path, small: Path) -> None:
-    job = launch(tmp_path, None, "split_parity.py", "--picture", "curves.png", "--data", small, "--epochs", 3)
+    options = ("--picture", "curves.png", "--data", small, "--epochs", 3)
+    job = launch(tmp_path, None, "split_parity.py", *options, limit=290)
     assert job.code == 0, job.out + job.err
     head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in job.out.splitlines()]
     assert head[:4] == ["set-up", "last training loss", "test loss", "test accuracy"]

@@ -39,10 +39,29 @@ def test_ranks_find_each_other(ranks: Ranks, world_size: int) -> None:
     assert ranks(world_size, sum_of_ranks) == [expected] * world_size
 
 
-def test_four_ranks_take_about_two_seconds(ranks: Ranks) -> None:
-    started = time.monotonic()
-    ranks(4, sum_of_ranks)
-    assert time.monotonic() - started < 6  # about 2 on an idle machine
+def test_four_ranks_take_less_than_a_launch(ranks: Ranks) -> None:
+    def seconds() -> float:
+        started = time.monotonic()
+        ranks(4, sum_of_ranks)
+        return time.monotonic() - started
+
+    assert min(seconds() for _ in range(3)) < 5  # a launch by torchrun takes 5 to 8 on an idle machine
+
+
+def test_ranks_are_forked_from_a_process_without_threads_of_the_store(ranks: Ranks) -> None:
+    """A rank forked while such a thread held a lock would find it locked for ever: one call in forty hung."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def count(rank: int) -> dict[str, str | None]:  # called here, right before the fork
+        counted.append(threads())
+        return {}
+
+    counted: list[int] = []
+    before = threads()
+    ranks(2, sum_of_ranks, env=count)
+    assert counted == [before, before]
 
 
 def test_calls_do_not_disturb_each_other(ranks: Ranks) -> None:
@@ -128,7 +147,7 @@ def test_a_hang_ends_at_its_limit_with_the_stacks(ranks: Ranks) -> None:
 
     started = time.monotonic()
     hung, done = ranks.outcomes(2, wait_for_a_friend, timeout=1)
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 10
     assert done.ok
     assert (hung.error, hung.exit_code, hung.timed_out) == ("TimeoutError", -9, True)
     assert "wait_for_a_friend" in hung.traceback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -235,17 +236,14 @@ def test_all_ranks_start_from_rank_0_s_weights_and_buffers(ranks: Ranks) -> None
     """I-10: before any step, and an evaluation before `fit` is the same everywhere."""
 
     def build() -> tuple[list[float], float, float]:
-        torch.manual_seed(10 + torch.initial_seed() % 1 + int(__import__("os").environ["RANK"]))
+        torch.manual_seed(int(os.environ["RANK"]))
         model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         model[1].running_mean.normal_()
         own = model[0].weight.detach().clone()
         optimizer = torch.optim.AdamW(model.parameters())
 
-        class Trainer(DDPTrainer):
-            def eval_step(self, model: nn.Module, batch: Any) -> Tensor:
-                return model(batch[0].unsqueeze(1)).mean()
-
-        trainer = Trainer(model, optimizer, Numbers(4, torch.float32), Numbers(5, torch.float32))
+        data = [(torch.full((1,), float(number)), 0.0) for number in range(5)]
+        trainer = DDPTrainer(model, optimizer, data, data, loss_fn=mean_of_outputs)  # type: ignore[arg-type]
         everything = torch.cat([tensor.detach().flatten().double() for tensor in model.state_dict().values()]).tolist()
         return everything, trainer.evaluate()["loss"], float((own - model[0].weight).abs().max().detach())
 
@@ -274,11 +272,11 @@ def test_other_tensors_on_other_ranks_are_an_error_on_every_rank(ranks: Ranks, w
     make, message = DIFFERENT[what]
 
     def build() -> str:
-        rank = int(__import__("os").environ["RANK"])
+        rank = int(os.environ["RANK"])
         model = make(rank)
         before = [tensor.clone() for tensor in model.state_dict().values()]
         with pytest.raises(ValueError, match=message) as caught:
-            DDPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), Numbers(4))
+            DDPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), Numbers(4), loss_fn=mean_of_outputs)
         assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
         return str(caught.value)
 
@@ -331,7 +329,7 @@ def test_what_before_epoch_unfreezes_is_trained_on_every_rank_and_only_then(
             torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5),
             Numbers(6),
             loss_fn=mean_of_outputs,
-            config=TrainerConfig(epochs=5, global_batch_size=6, batch_size=2, log_every=1),
+            config=TrainerConfig(epochs=5, global_batch_size=6, batch_size=6, log_every=1),
         )
         trainer.fit()
         return [float(parameter.detach()) for parameter in model.parameters()], wrapped

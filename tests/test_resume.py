@@ -431,7 +431,7 @@ def test_random_numbers_go_on_where_they_would_have_and_differ_between_the_ranks
             return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
 
         def trainer(**options: Any) -> Run:
-            made = make(rank, model=model, callbacks=[Checkpoint(tmp_path)], max_steps=6, **options)
+            made = make(rank, model=model, callbacks=[Checkpoint(tmp_path)], length=12, max_steps=6, **options)
             for seed in (torch.manual_seed, random.seed, np.random.seed):
                 seed(100 * rank + 1)
             return made

@@ -28,7 +28,7 @@ def test_a_launch_that_hangs_ends_with_its_workers(tmp_path: Path) -> None:
     done = run_torchrun(script, 2, timeout=8)
     assert done.timed_out
     assert done.returncode != 0
-    assert done.seconds < 30
+    assert done.seconds < 45
     workers = [int(file.name) for file in tmp_path.iterdir()]  # two, unless the machine is too slow to have started them
     deadline = time.monotonic() + 5
     while any(os.path.exists(f"/proc/{worker}/cmdline") for worker in workers):

@@ -245,8 +245,7 @@ def test_every_position_is_trained_on_once_per_epoch(ranks: Ranks, world_size: i
         for epoch in range(2):
             order = Permutation(samples, SEED, epoch)(range(samples))
             windows = [order[first : first + size] for first in range(0, samples, size)]
-            shares = [seen[place][epoch] for seen in by_rank]
-            assert [interleaved([share[t] for share in shares]) for t in range(len(windows))] == windows
+            assert joined([seen[place][epoch] for seen in by_rank]) == windows
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -262,12 +261,11 @@ def test_drop_last_leaves_out_only_a_last_window_shorter_than_the_global_batch(r
     for place, samples in enumerate(sizes):
         for epoch in range(2):
             kept = Permutation(samples, SEED, epoch)(range(samples))[: samples // 6 * 6]
-            shares = [seen[place][epoch] for seen in by_rank]
-            assert [interleaved([share[t] for share in shares]) for t in range(samples // 6)] == [
-                kept[first : first + 6] for first in range(0, len(kept), 6)
-            ]
+            windows = [kept[first : first + 6] for first in range(0, len(kept), 6)]
+            assert joined([seen[place][epoch] for seen in by_rank]) == windows
 
 
-def interleaved(shares: list[list[int]]) -> list[int]:
-    """A window's samples in order, from those of the ranks: rank r has every W-th from the r-th on."""
-    return [sample for turn in zip_longest(*shares) for sample in turn if sample is not None]
+def joined(by_rank: list[list[list[int]]]) -> list[list[int]]:
+    """The samples of each window in order, from those of the ranks: rank r has every W-th from the r-th on."""
+    windows = zip(*by_rank, strict=True)
+    return [[sample for turn in zip_longest(*shares) for sample in turn if sample is not None] for shares in windows]

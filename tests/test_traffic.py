@@ -289,15 +289,15 @@ def test_a_windows_first_micro_batch_finds_rank_0s_buffers(ranks: Ranks, world_s
 
 
 class Several(DDPTrainer):
-    """A loss, a number, a tensor, and a mean over the even samples alone."""
+    """A loss, a number, a tensor, and a mean over the even samples alone; in the second epoch of numbers larger by 2."""
 
     def training_step(self, model: nn.Module, batch: Any) -> Any:
-        inputs, _ = batch
+        inputs = batch[0] + 2 * self.state.epoch
         even = inputs % 2 == 0
         return {
             "loss": model(inputs).mean(),
             "float32": inputs.float().mean(),
-            "largest": Mean(inputs[even].sum(), even.sum()),
+            "even": Mean(inputs[even].sum(), even.sum()),
             "counted": Mean(inputs[even].sum(), int(even.sum())),
             "constant": 0.125,
         }
@@ -318,21 +318,21 @@ def test_a_report_is_the_mean_over_all_items_since_the_last(ranks: Ranks, world_
     by_rank = ranks(world_size, run)
     assert by_rank[1:] == [([], [])] * (world_size - 1)
     reports, epochs = by_rank[0]
-    windows = [numbers[first : first + 5] for first in range(0, 22, 5)] * 2
+    larger = [number + 2 for number in numbers]
+    windows = [epoch[first : first + 5] for epoch in (numbers, larger) for first in range(0, 22, 5)]
     due = [step for step in range(1, 11) if step % log_every == 0 or step == 10]
     assert [step for step, _ in reports] == due
     for (step, metrics), first in zip(reports, [0, *due], strict=False):
         assert_means(metrics, [number for window in windows[first:step] for number in window])
-        assert set(metrics) == {"loss", "float32", "largest", "counted", "constant", "lr", "samples_per_second"}
-    assert len(epochs) == 2
-    for metrics in epochs:
-        assert_means(metrics, numbers)
-        assert set(metrics) == {"loss", "float32", "largest", "counted", "constant"}
+        assert set(metrics) == {"loss", "float32", "even", "counted", "constant", "lr", "samples_per_second"}
+    for metrics, epoch in zip(epochs, (numbers, larger), strict=True):
+        assert_means(metrics, epoch)
+        assert set(metrics) == {"loss", "float32", "even", "counted", "constant"}
 
 
 def assert_means(metrics: Mapping[str, float], numbers: Sequence[float]) -> None:
     even = [number for number in numbers if number % 2 == 0]
     mean, mean_of_even = sum(numbers) / len(numbers), sum(even) / len(even) if even else math.nan
-    wanted = {"loss": mean, "float32": mean, "largest": mean_of_even, "counted": mean_of_even, "constant": 0.125}
+    wanted = {"loss": mean, "float32": mean, "even": mean_of_even, "counted": mean_of_even, "constant": 0.125}
     for key, value in wanted.items():
         assert metrics[key] == pytest.approx(value, rel=1e-6 if key == "float32" else 1e-12, nan_ok=True), key

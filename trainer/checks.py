@@ -7,6 +7,7 @@ import inspect
 import operator
 import warnings
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -276,6 +277,19 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
             "or let each sample of the dataset be such a pair"
         )
     return batch[0], batch[1]
+
+
+def check_summary(metrics: Any) -> dict[str, float]:
+    """What `summarize` returned. TypeError for what is no dict of numbers."""
+    if not isinstance(metrics, dict):
+        found = "None (is a return missing?)" if metrics is None else _kind(metrics)
+        raise TypeError(f"summarize must return the metrics, a dict of numbers by name; it returned {found}")
+    for key, value in metrics.items():
+        if not isinstance(key, str) or not isinstance(value, (int, float, Real)):
+            raise TypeError(
+                f"summarize must return numbers by name; found {key!r}: {value!r} ({_kind(value)}); float(...) makes one"
+            )
+    return metrics
 
 
 def warn_of_evaluation_mode(model: nn.Module, is_main: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, StackDataset, Subset, TensorDataset, default_collate
 
 from .order import Order
 from .randomness import mix, seed_generators
@@ -82,7 +82,7 @@ class _Batches(Dataset[Any]):
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         if type(dataset) is TensorDataset and self._collate is default_collate:
             return [tensor[indices] for tensor in dataset.tensors]
-        if callable(getattr(dataset, "__getitems__", None)):  # answers whole batches: draws per batch
+        if _answers_batches(dataset):  # draws per batch
             self._seed_for(epoch, positions[0])
             return self._collate(dataset.__getitems__(indices))
         samples = []
@@ -94,6 +94,16 @@ class _Batches(Dataset[Any]):
     def _seed_for(self, epoch: int, position: int) -> None:
         if self._seed is not None:
             seed_generators(mix(self._purpose, self._seed, epoch, position))
+
+
+def _answers_batches(dataset: Any) -> bool:
+    """Whether it answers a whole batch at once. Subset and StackDataset have the method, but may only pass on what they hold."""
+    if type(dataset) is Subset:
+        return _answers_batches(dataset.dataset)
+    if type(dataset) is StackDataset:
+        parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
+        return any(map(_answers_batches, parts))
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 def unchanged(batch: Any) -> Any:

@@ -142,9 +142,11 @@ class DDPTrainer:
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
         except BaseException as raised:
             error = checks.with_advice(raised, self.config)
+            self._hooks.on_exception(self, error)  # first: torchrun may end this process at any moment
             self.world.record_failure(error)
-            self._hooks.on_exception(self, error)
-            raise error from (None if error is raised else raised)
+            if error is raised:
+                raise
+            raise error from raised
         finally:
             self._agreement.close()
             self._replica.release()
@@ -162,7 +164,7 @@ class DDPTrainer:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
-            means = self.summarize(evaluate(self, self._parts, dataset, self._train.options))
+            means = checks.check_summary(self.summarize(evaluate(self, self._parts, dataset, self._train.options)))
             metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
         return metrics
 
@@ -186,7 +188,8 @@ class DDPTrainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        self.world.failed = self.world.failed or error is not None
+        if error is not None and not self.world.failed:
+            self.world.record_failure(error)
         self.close()
 
     # ------------------------------------------------------------------------------------- to override; run on every rank
@@ -329,26 +332,20 @@ class DDPTrainer:
         if window.last:
             state.epoch, state.epoch_samples = state.epoch + 1, 0
             self._schedule.after_epoch()
-        self._reporter.end_step(state.step + (not updated), window.size)
-        report_due = updated and (self.finished or state.step % config.log_every == 0)
-        if config.eval_every is None:
-            evaluation_due = bool(self.eval_sets) and (window.last or self.finished)
-        else:
-            evaluation_due = bool(self.eval_sets) and updated and state.step % config.eval_every == 0
-        if report_due or window.last:
-            self._reporter.reduce(state, self._weighting.take_empty_windows())
-        if updated:
-            self._hooks.on_step(
-                self, self.summarize(self._reporter.take_report(bool(self._weighting.by_items))) if report_due else {}
-            )
-        if evaluation_due:
+        self._reporter.end_step(window.size)
+        at_end = state.step == self.total_steps
+        report_due = at_end or state.step % config.log_every == 0
+        evaluation_due = state.step % config.eval_every == 0 if config.eval_every else epoch_over or at_end
+        if report_due or epoch_over:
+            self._reporter.reduce(state.step)
+        self._hooks.on_step(self, checks.check_summary(self.summarize(self._reporter.take_report())) if report_due else {})
+        if evaluation_due and self.eval_sets:
             self._hooks.on_eval(self, self._evaluate())
-        if window.last:
-            self._hooks.on_epoch_end(self, self.summarize(self._reporter.take_epoch()))
-        reason = self._agreement.settle(state.window, due=report_due or evaluation_due or window.last)
-        state.stop_reason = None if self.finished else reason  # on a planned end nobody was stopped
-        if updated or window.last:
-            self._hooks.on_safe_point(self)
+        if epoch_over:
+            self._hooks.on_epoch_end(self, checks.check_summary(self.summarize(self._reporter.take_epoch())))
+        reason = self._agreement.settle(state.step, due=report_due or evaluation_due or epoch_over)
+        state.stop_reason = None if at_end else reason  # on a planned end nobody was stopped
+        self._hooks.on_safe_point(self)
 
     # ------------------------------------------------------------------------------------------------------ its parts
 

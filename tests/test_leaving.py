@@ -1,0 +1,381 @@
+"""How a job ends: cleanly with everything still held, or within seconds with the right rank's error as the cause."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import get_worker_info
+
+from callbacks import Checkpoint
+from tests.helpers import Completed, Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, run_torchrun, toy_trainer
+from trainer import DDPTrainer, TrainerConfig, World
+
+LIMIT = 100.0  # seconds for a launch, which takes about 5 on an idle machine
+NOISE = ("destroy_process_group", "terminate called", "Traceback", "leaked", "Warning", "resource_tracker")
+
+
+# Leaving cleanly.
+
+
+def test_two_fits_and_a_second_trainer_in_one_process_leave_cleanly_with_everything_held() -> None:
+    """H-01 and M-16, under torchrun: the group is gone after close, and nothing is said about it at the end."""
+    done = run_torchrun(
+        """
+import torch.distributed as dist
+from tests.helpers import Recorder, toy_trainer
+
+class Once(Recorder):
+    def on_step(self, trainer, metrics):
+        if trainer.state.step == 1:
+            trainer.stop("for now")
+
+held = []
+for number in range(3):
+    trainer = toy_trainer(16, eval_numbers=3, callbacks=[Once()], batch_size=2)
+    assert dist.is_initialized()
+    held.append(trainer)
+    assert trainer.fit().step == 1
+    assert trainer.fit().step == 4
+    assert trainer.evaluate() == {"loss": -30.0}  # the means of four windows of 0..15, times the mean of 0, 1, 2
+    trainer.close()
+    assert not dist.is_initialized()
+print("rank", trainer.world.rank, "is done")
+""",
+        2,
+        timeout=LIMIT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
+    assert not [word for word in NOISE if word in done.stderr], done.stderr
+
+
+ENDINGS = {
+    "closed": "held = toy_trainer(8, batch_size=2); held.fit(); held.close()",
+    "never closed": "held = toy_trainer(8, batch_size=2); held.fit()",
+    "never closed, evaluated": "held = toy_trainer(8, eval_numbers=3, batch_size=2); held.fit(); held.evaluate()",
+    "the world closed": "held = toy_trainer(8, batch_size=2); held.fit(); held.world.close()",
+    "a hand-written loop": """
+world = World.from_env()
+model = Toy()
+held = world.wrap(model)
+for step in range(3):
+    held(torch.ones(2, dtype=torch.float64)).mean().backward()
+""",
+}
+
+# Every rank is a process of its own that ends as Python ends; they are forked, so that torch is imported once. The store
+# lives in another process, as torchrun's does.
+ENDS = """
+import os, sys, signal
+import torch
+from torch.distributed import TCPStore
+from tests.helpers import Toy, toy_trainer
+from trainer import World
+
+rounds, code = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+reading, writing = os.pipe()
+host = os.fork()
+if host == 0:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writing, str(store.port).encode())
+    signal.pause()
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(reading, 10).decode(), "WORLD_SIZE": "2"}
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+for _ in range(rounds):
+    children = []
+    for rank in (0, 1):
+        children.append(os.fork())
+        if children[-1] == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            exec(code)
+            sys.exit()
+    for child in children:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os.kill(host, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_that_still_holds_its_wrapper_ends_with_0(ending: str) -> None:
+    """M-15: such a process aborts in one run of a few, unless the wrapper has let go of what it holds of the group."""
+    rounds = 3
+    done = run_torchrun(ENDS, 0, str(rounds), ENDINGS[ending], timeout=LIMIT)
+    assert done.stdout.split() == ["0"] * 2 * rounds, done.stderr
+    assert not [word for word in NOISE if word in done.stderr], done.stderr
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other_and_need_no_certain_port() -> None:
+    """H-06: torchrun's usual port is taken."""
+    script = """
+from tests.helpers import toy_trainer
+with toy_trainer(8, batch_size=2) as trainer:
+    trainer.fit()
+    print(float(trainer.model.w))
+"""
+    with socket.socket() as taken, ThreadPoolExecutor() as pool:
+        try:
+            taken.bind(("", 29500))
+            taken.listen()
+        except OSError:
+            pass  # somebody else has it, which is just as well
+        jobs = list(pool.map(lambda _: run_torchrun(script, 2, timeout=LIMIT), range(2)))
+    for job in jobs:
+        assert job.returncode == 0, job.stderr
+        assert job.stdout.split() == ["-7.0", "-7.0"]
+
+
+# Leaving with an error.
+
+
+def test_an_interrupt_reaches_the_caller_and_files_are_closed(tmp_path: Path) -> None:
+    """H-08: nothing after `fit` runs, the exit code is not 0, and the log holds the two steps."""
+    done = run_torchrun(
+        """
+import sys
+from callbacks import JSONLines, TensorBoard
+from tests.helpers import Recorder, toy_trainer
+
+class Interrupting(Recorder):
+    def on_step(self, trainer, metrics):
+        if trainer.state.step == 2:
+            raise KeyboardInterrupt
+
+callbacks = [TensorBoard(sys.argv[1]), JSONLines(sys.argv[1] + "/log.jsonl"), Interrupting()]
+with toy_trainer(16, callbacks=callbacks, batch_size=2) as trainer:
+    trainer.fit()
+    print("AFTER")
+print("AFTER")
+""",
+        0,
+        str(tmp_path),
+        timeout=LIMIT,
+    )
+    assert done.returncode in (-2, 130, 1)  # Python ends by the signal itself; a shell says 130
+    assert "AFTER" not in done.stdout
+    assert "KeyboardInterrupt" in done.stderr
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+    assert scalar_steps(tmp_path) == [1, 2]
+
+
+def scalar_steps(folder: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.step for event in events.Scalars("train/loss")]
+
+
+def root_cause(done: Completed) -> str:
+    """What torchrun shows as the first failure."""
+    return done.stderr.partition("Root Cause (first observed failure):")[2]
+
+
+def test_torchrun_shows_the_rank_that_failed_with_its_traceback(tmp_path: Path) -> None:
+    """G-05: rank 1 fails in the first of two micro-batches, rank 0 waits in the reduction. The newest checkpoint is that of
+    the last whole step."""
+    done = run_torchrun(
+        """
+import sys, time
+from callbacks import Checkpoint
+from tests.helpers import toy_trainer
+from trainer import DDPTrainer
+
+class Trainer(DDPTrainer):
+    micro_batches = 0
+
+    def training_step(self, model, batch):
+        self.micro_batches += 1
+        if self.world.rank == 1 and self.micro_batches == 5:
+            print(time.time())
+            raise ValueError("boom")
+        return super().training_step(model, batch)
+
+trainer = toy_trainer(
+    32, kind=Trainer, callbacks=[Checkpoint(sys.argv[1], every_steps=1)], batch_size=2, accumulation_steps=2
+)
+trainer.fit()
+""",
+        2,
+        str(tmp_path),
+        timeout=LIMIT,
+    )
+    assert done.returncode not in (0, None)
+    assert time.time() - float(done.stdout) < 30  # a process group's limit is ten minutes
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", root_cause(done)), done.stderr
+    assert 'raise ValueError("boom")' in root_cause(done), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.pt", "step-00000002.pt"]
+
+
+def test_an_error_outside_fit_is_shown_too() -> None:
+    """G-05's kind: rank 1's trainer cannot be built, rank 0 waits for it to compare notes."""
+    done = run_torchrun(
+        """
+import time
+from tests.helpers import toy_trainer
+from trainer import World
+world = World.from_env()
+world.barrier()
+if world.rank == 1:
+    print(time.time())
+trainer = toy_trainer(32, batch_size=2 - 2 * world.rank)
+""",
+        2,
+        timeout=LIMIT,
+    )
+    assert done.returncode not in (0, None)
+    assert time.time() - float(done.stdout) < 30
+    assert re.search(r"rank +: 1 \(local_rank: 1\)", root_cause(done)), done.stderr
+    assert "ValueError: batch_size must be 1 or more; found 0" in root_cause(done), done.stderr
+
+
+class Failing(DDPTrainer):
+    """Rank 1 fails in the place named `place`: in the third of the four micro-batches of the second step, or later."""
+
+    place = ""
+    seen = 0
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        self.seen += 1
+        self.fail("training_step", self.seen == 7)
+        return mean_of_outputs(model(batch[0]), batch[1])
+
+    def eval_step(self, model: nn.Module, batch: Any) -> Tensor:
+        self.fail("eval_step", True)
+        return mean_of_outputs(model(batch[0]), batch[1])
+
+    def optimizer_step(self) -> None:
+        self.fail("optimizer_step", self.state.step == 1)
+        super().optimizer_step()
+
+    def before_epoch(self) -> None:
+        self.fail("before_epoch", self.state.epoch == 1)
+
+    def fail(self, place: str, when: bool) -> None:
+        if place == self.place and when and self.world.rank == 1:
+            raise ValueError("boom")
+
+
+class FailingData(Numbers):
+    """Sample 19, which is rank 1's, cannot be read: in this process, or in a worker."""
+
+    def __init__(self, numbers: int, in_worker: bool) -> None:
+        super().__init__(numbers)
+        self.in_worker = in_worker
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 19 and (get_worker_info() is not None) == self.in_worker:
+            raise ValueError("boom")
+        return super().__getitem__(index)
+
+
+class Witness(Recorder):
+    """Writes down when on_exception was called, and for what."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+        (self.folder / "witness").write_text(f"{time.time()} {type(error).__name__}")
+
+
+PLACES = ("training_step", "optimizer_step", "eval_step", "before_epoch", "dataset", "worker")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_on_one_rank_is_the_recorded_cause_and_ends_the_other(ranks: Ranks, tmp_path: Path, place: str) -> None:
+    """G-05: the failing rank waits for nobody. The other sees that it is gone and says so later than the cause, in whole
+    seconds, because that is how torchrun compares; its callbacks are told at once; there is no checkpoint of a half step."""
+
+    def fit() -> None:
+        model = Toy()
+        workers = place == "worker"
+        data = FailingData(64, workers) if place in ("dataset", "worker") else Numbers(64)
+        trainer = Failing(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            data,
+            Numbers(4),
+            loss_fn=mean_of_outputs,
+            loader_options={"num_workers": int(workers)},
+            config=TrainerConfig(batch_size=2, accumulation_steps=4, epochs=2, shuffle=False, eval_every=1000),
+            callbacks=[Witness(tmp_path), Checkpoint(tmp_path / "files", every_steps=1)],
+            world=World.from_env(timeout=timedelta(seconds=60)),
+        )
+        trainer.place = place
+        with trainer:
+            trainer.fit()
+            trainer.evaluate()
+
+    waiting, failing = ranks.outcomes(2, fit, timeout=30)
+    assert failing.error == "ValueError"
+    assert "boom" in failing.message
+    assert "boom" in str(failing.recorded)
+    assert not waiting.ok
+    assert not waiting.timed_out
+    assert "gloo" in str(waiting.recorded)
+    assert recorded_at(waiting) > recorded_at(failing)
+    if place != "eval_step":  # that was after `fit`
+        told, kind = (tmp_path / "witness").read_text().split()
+        assert kind == "RuntimeError"
+        assert float(told) + 1 <= recorded_at(waiting)  # it holds back for two seconds
+    whole = {"optimizer_step": [1, 2], "before_epoch": [2, 3, 4], "eval_step": [6, 7, 8]}.get(place, [1])
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [f"step-{step:08d}.pt" for step in whole]
+
+
+def recorded_at(outcome: Outcome) -> int:
+    assert outcome.recorded is not None
+    return int(outcome.recorded["message"]["extraInfo"]["timestamp"])
+
+
+class FailingHook(Recorder):
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        if trainer.state.step == 2:
+            raise ValueError("boom")
+
+
+class Vanishing(Recorder):
+    """Puts a file where the folder of checkpoints was, in step 2."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        if trainer.state.step == 2:
+            for file in self.folder.iterdir():
+                file.unlink()
+            self.folder.rmdir()
+            self.folder.touch()
+
+
+@pytest.mark.parametrize("what", ["hook", "checkpoint"])
+def test_an_error_on_rank_0_alone_is_the_recorded_cause_and_ends_the_other(ranks: Ranks, tmp_path: Path, what: str) -> None:
+    """G-05 in a hook; G-07: a checkpoint cannot be written at step 2. Nobody waits in a barrier."""
+    folder = tmp_path / "files"
+
+    def fit() -> None:
+        callbacks = [FailingHook()] if what == "hook" else [Vanishing(folder), Checkpoint(folder, every_steps=1)]
+        World.from_env(timeout=timedelta(seconds=60))
+        toy_trainer(16, callbacks=callbacks, batch_size=2).fit()
+
+    failing, waiting = ranks.outcomes(2, fit, timeout=30)
+    error, message = ("ValueError", "boom") if what == "hook" else ("NotADirectoryError", str(folder))
+    assert failing.error == error
+    assert message in failing.message
+    assert message in str(failing.recorded)
+    assert not waiting.ok
+    assert not waiting.timed_out
+    assert waiting.seconds < 20
+    assert recorded_at(waiting) > recorded_at(failing)
