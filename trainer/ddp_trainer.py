@@ -332,20 +332,24 @@ class DDPTrainer:
         if window.last:
             state.epoch, state.epoch_samples = state.epoch + 1, 0
             self._schedule.after_epoch()
-        self._reporter.end_step(window.size)
-        at_end = state.step == self.total_steps
-        report_due = at_end or state.step % config.log_every == 0
-        evaluation_due = state.step % config.eval_every == 0 if config.eval_every else epoch_over or at_end
-        if report_due or epoch_over:
-            self._reporter.reduce(state.step)
-        self._hooks.on_step(self, checks.check_summary(self.summarize(self._reporter.take_report())) if report_due else {})
-        if evaluation_due and self.eval_sets:
+        self._reporter.end_step(state.step + (not updated), window.size)
+        report_due = updated and (self.finished or state.step % config.log_every == 0)
+        if config.eval_every is None:
+            evaluation_due = bool(self.eval_sets) and (window.last or self.finished)
+        else:
+            evaluation_due = bool(self.eval_sets) and updated and state.step % config.eval_every == 0
+        if report_due or window.last:
+            self._reporter.reduce(state, self._weighting.take_empty_windows())
+        if updated:
+            self._hooks.on_step(self, self._report() if report_due else {})
+        if evaluation_due:
             self._hooks.on_eval(self, self._evaluate())
-        if epoch_over:
+        if window.last:
             self._hooks.on_epoch_end(self, checks.check_summary(self.summarize(self._reporter.take_epoch())))
-        reason = self._agreement.settle(state.step, due=report_due or evaluation_due or epoch_over)
-        state.stop_reason = None if at_end else reason  # on a planned end nobody was stopped
-        self._hooks.on_safe_point(self)
+        reason = self._agreement.settle(state.window, due=report_due or evaluation_due or window.last)
+        state.stop_reason = None if self.finished else reason  # on a planned end nobody was stopped
+        if updated or window.last:
+            self._hooks.on_safe_point(self)
 
     # ------------------------------------------------------------------------------------------------------ its parts
 
@@ -363,6 +367,9 @@ class DDPTrainer:
         self._reporter = Reporter(self.world, self._replica, self.config)
         self._agreement.open(self.state.step)
         self.world.run_on_main(lambda: self._hooks.on_fit_start(self))
+
+    def _report(self) -> dict[str, float]:
+        return checks.check_summary(self.summarize(self._reporter.take_report(bool(self._weighting.by_items))))
 
     def _evaluate(self) -> dict[str, float]:
         with self._reporter.pause():
