@@ -89,6 +89,7 @@ host = os.fork()
 if host == 0:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(writing, str(store.port).encode())
+    signal.alarm(300)  # its own end, should nobody be left to bring it about
     signal.pause()
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(reading, 10).decode(), "WORLD_SIZE": "2"}
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
