@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -245,27 +244,14 @@ class DDPTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values and tensors (not copied). On rank 0, where the callbacks are, it is complete."""
-        return {
-            "format": checkpoint.FORMAT,
-            "state": dataclasses.asdict(self.state),
-            "config": self._run_config(),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "scaler": None,
-            "callbacks": self._hooks.state_dict(),
-        }
+        return snapshot.take(self, self._run_config(), self._hooks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, the same on every rank. Raises ValueError, with nothing changed, where it does not
-        fit this trainer."""
-        model = snapshot.check(state, self._run_config(), self.model, self.optimizer, self.scheduler)
-        self.model.load_state_dict(model)
-        snapshot.restore_optimizer(state["optimizer"], self.optimizer)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        self.state = TrainerState(**state["state"])
-        self._hooks.load_state_dict(state["callbacks"])
+        """Take over what `state_dict` gave, the same on every rank.
+
+        Raises ValueError, with nothing changed, where it does not fit this trainer.
+        """
+        snapshot.restore(self, state, self._run_config(), self._hooks)
 
     # ------------------------------------------------------------------------------------------------------- the loop
 

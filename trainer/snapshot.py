@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .callback import Dispatcher
+from .checkpoint import FORMAT
+from .state import TrainerState
+
+if TYPE_CHECKING:
+    from .ddp_trainer import DDPTrainer
+
 _PREFIXES = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
+
+
+def take(trainer: DDPTrainer, run_config: Mapping[str, Any], hooks: Dispatcher) -> dict[str, Any]:
+    """Everything a run continues from: plain values and tensors (not copied)."""
+    return {
+        "format": FORMAT,
+        "state": dataclasses.asdict(trainer.state),
+        "config": dict(run_config),
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
+        "scaler": None,
+        "callbacks": hooks.state_dict(),
+    }
+
+
+def restore(trainer: DDPTrainer, state: Mapping[str, Any], run_config: Mapping[str, Any], hooks: Dispatcher) -> None:
+    """Take over what `take` gave. Raises ValueError, with nothing changed, where it does not fit."""
+    model = check(state, run_config, trainer.model, trainer.optimizer, trainer.scheduler)
+    trainer.model.load_state_dict(model)
+    restore_optimizer(state["optimizer"], trainer.optimizer)
+    if trainer.scheduler is not None:
+        trainer.scheduler.load_state_dict(state["scheduler"])
+    trainer.state = TrainerState(**state["state"])
+    hooks.load_state_dict(state["callbacks"])
 
 
 def check(
