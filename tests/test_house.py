@@ -107,7 +107,7 @@ CLOSED = {
     "randomness": set(),
     "checksum": set(),
     "checkpoint": set(),
-    "world": {"launch", "parcel"},
+    "world": {"launch", "parcel", "zeros"},
     "metrics": {"world"},
     "callback": {"state"},
     "order": {"plan", "randomness"},

@@ -76,7 +76,7 @@ for step in range(3):
 # Every rank is a process of its own that ends as Python ends; they are forked, so that torch is imported once. The store
 # lives in another process, as torchrun's does.
 ENDS = """
-import os, sys, signal
+import gc, os, signal, sys
 import torch
 from torch.distributed import TCPStore
 from tests.helpers import Toy, toy_trainer
@@ -84,11 +84,13 @@ from trainer import World
 
 rounds, code = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
+torch.optim.SGD([torch.zeros(())])  # imports, once, what takes a second
 reading, writing = os.pipe()
 host = os.fork()
 if host == 0:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(writing, str(store.port).encode())
+    signal.alarm(300)  # its own end, should nobody be left to bring it about
     signal.pause()
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.read(reading, 10).decode(), "WORLD_SIZE": "2"}
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -97,6 +99,7 @@ for _ in range(rounds):
     for rank in (0, 1):
         children.append(os.fork())
         if children[-1] == 0:
+            gc.freeze()  # torch itself need not be looked through, which takes a second each time
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             exec(code)
             sys.exit()

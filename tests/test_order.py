@@ -84,6 +84,16 @@ def test_any_positions_can_be_asked_for(length: int) -> None:
             assert order(range(position, position + 1)) == [wanted[position]]
 
 
+@pytest.mark.parametrize("length", [10**9, 2**32 + 1, 10**12])
+def test_an_order_of_any_length_needs_one_block_at_a_time(length: int) -> None:
+    order = Permutation(length, 0, 0)
+    for start in (0, length // 3, length - 1_000):
+        samples = order(range(start, start + 1_000))
+        assert len(set(samples)) == 1_000
+        assert 0 <= min(samples) < length // 4
+        assert length // 4 * 3 < max(samples) < length
+
+
 class Watched(DDPTrainer):
     """Remembers the samples of each window, by epoch."""
 

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .launch import Launch, agree_on_key, choose_device, local_rank_in
 from .parcel import pack, sendable, unpack
+from .zeros import Zeros
 
 T = TypeVar("T")
 
@@ -223,7 +224,7 @@ class World:
         if self.size == 1:
             return
         assert isinstance(wrapped, DistributedDataParallel)
-        model, wrapped.module = wrapped.module, _Zeros(wrapped.module)
+        model, wrapped.module = wrapped.module, Zeros(wrapped.module)
         kept, wrapped.require_forward_param_sync = wrapped.require_forward_param_sync, False  # buffers stay as they are
         try:
             wrapped().backward()
@@ -286,34 +287,6 @@ class World:
         if device is not None and torch.device(device).type != self.device.type:
             raise RuntimeError(f"the open World computes on {self.device}, not on {device!r}: close it first")
         return self
-
-
-class _Zeros(nn.Module):
-    """Stands in for a model during one forward: touches every trainable parameter, changes nothing."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self) -> Tensor:
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return torch.stack([_NoGradient.apply(parameter) for parameter in trainable]).sum()
-
-
-class _NoGradient(torch.autograd.Function):
-    """A zero that depends on a parameter and gives it no gradient.
-
-    DDP reduces that as zeros. With ``find_unused_parameters`` it counts as unused, so that a parameter which no rank has used
-    keeps no gradient, as in one process: a gradient of zeros would let weight decay and momentum move it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        return torch.zeros((), device=parameter.device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
 
 
 def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
