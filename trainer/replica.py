@@ -27,8 +27,7 @@ class Replica:
         self._sends_buffers = False
         self._called = False
         self._call_hook: RemovableHandle | None = None
-        self._used: set[int] = set()
-        self._use_hooks: list[RemovableHandle] = []
+        self._gradients_before: list[tuple[int, int] | None] | None = None
         self._use_is_known = False
         self.trainable: list[nn.Parameter] = []
         """The parameters that require a gradient, as wrapped."""
@@ -80,7 +79,7 @@ class Replica:
         if self._call_hook is not None:
             self._call_hook.remove()
         self._call_hook = None
-        self._forget_use()
+        self._gradients_before = None
         self._wrapped, self._sends_buffers, self.trainable = self._model, False, []
 
     def begin_window(self) -> None:
@@ -92,11 +91,7 @@ class Replica:
         """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
         self._called = False
         if last and not self._use_is_known:
-            self._used.clear()
-            self._use_hooks = [
-                item.register_post_accumulate_grad_hook(self._note_use)  # type: ignore[no-untyped-call]
-                for item in self.trainable
-            ]
+            self._gradients_before = [_mark(parameter.grad) for parameter in self.trainable]
         return self._wrapped if last else self._model
 
     def require_call(self) -> None:
@@ -115,10 +110,10 @@ class Replica:
         """
         if not window.micro_batches:
             self._world.backward_zeros(self._wrapped)
-        elif self._use_hooks:
-            unused = [item for item in self.trainable if id(item) not in self._used]
-            self._forget_use()
-            self._use_is_known = True
+        elif self._gradients_before is not None:
+            before, self._gradients_before, self._use_is_known = self._gradients_before, None, True
+            pairs = zip(self.trainable, before, strict=True)
+            unused = [parameter for parameter, mark in pairs if _mark(parameter.grad) == mark]
             if unused:
                 names = [name for name, item in self._model.named_parameters() if any(item is other for other in unused)]
                 raise RuntimeError(
@@ -146,16 +141,13 @@ class Replica:
             "forward that goes round the model that training_step was given"
         )
 
-    def _note_use(self, parameter: Tensor) -> None:
-        self._used.add(id(parameter))
-
-    def _forget_use(self) -> None:
-        for hook in self._use_hooks:
-            hook.remove()
-        self._use_hooks = []
-
     def _note_call(self, module: nn.Module, inputs: Any) -> None:
         self._called = True
+
+
+def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
+    """Changes whenever something is added to a gradient."""
+    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def _is_laid_out_plainly(tensor: Tensor) -> bool:
