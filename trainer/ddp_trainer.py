@@ -17,9 +17,8 @@ from . import checkpoint, checks, snapshot
 from .agreement import StopAgreement
 from .callback import Callback, Dispatcher
 from .config import TrainerConfig
-from .data import to_device
 from .evaluation import Parts, evaluate, predict
-from .metrics import StepOutput, as_mapping
+from .metrics import as_mapping
 from .plan import Window
 from .precision import Precision
 from .randomness import STEP, mix, seed_generators
@@ -27,12 +26,13 @@ from .replica import Replica
 from .reports import Reporter
 from .schedule import Schedule
 from .state import TrainerState
+from .steps import Steps
 from .train_data import TrainData
 from .weighting import Weighting
 from .world import World
 
 
-class DDPTrainer:
+class DDPTrainer(Steps):
     """Trains one model with one optimizer on any number of processes; evaluates it exactly on all of them.
 
     The sequence of optimizer updates is a function of (seed, data, global batch) alone. The same script runs as
@@ -77,6 +77,8 @@ class DDPTrainer:
 
     model: nn.Module
     """The bare module, without any wrapper."""
+    _reporter: Reporter  # these two anew in each `fit`
+    _weighting: Weighting
     eval_sets: dict[str, Dataset[Any]]
     """The evaluation data by name; a single dataset has the name ''. Empty if there is none."""
 
@@ -108,7 +110,7 @@ class DDPTrainer:
         with self.world.together():  # what is wrong on one rank is an error on all
             self.eval_sets = checks.named_sets(eval_data, "eval_data")
             self._train = TrainData(train_data, sampler, loader_options, self.config, self.world.rank, self.world.size)
-            if train_data is not None and loss_fn is None and type(self).training_step is DDPTrainer.training_step:
+            if train_data is not None and loss_fn is None and type(self).training_step is Steps.training_step:
                 raise ValueError(checks.NO_LOSS_FN)
             self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self.eval_sets))
             self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
@@ -117,8 +119,6 @@ class DDPTrainer:
         self._replica = Replica(model, self.world, self.config)
         self._parts = Parts(self._replica, self._precision)
         self._agreement = StopAgreement(self.world, self.config.log_every)
-        self._reporter: Reporter
-        self._weighting: Weighting
         checks.agree(self.world, model, self._train.samples, self.eval_sets, self.config)
         self._replica.align()
 
@@ -191,53 +191,6 @@ class DDPTrainer:
         if error is not None and not self.world.failed:
             self.world.record_failure(error)
         self.close()
-
-    # ------------------------------------------------------------------------------------- to override; run on every rank
-
-    def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """The loss of one micro-batch: a 0-dim tensor with a graph, the mean over the batch's samples.
-
-        Or a mapping with ``loss`` and whatever else shall be reported: 0-dim tensors and numbers are means over the batch's
-        samples, a `Mean` carries its own denominator. Compute the loss from `model`, the argument: it is the one whose gradients
-        are averaged over the ranks. Default: ``loss_fn(model(inputs), targets)`` for batches ``(inputs, targets)``.
-        """
-        if self.loss_fn is None:
-            raise ValueError(checks.NO_LOSS_FN)
-        inputs, targets = checks.check_pair(batch)
-        return self.loss_fn(model(inputs), targets)
-
-    def eval_step(self, model: nn.Module, batch: Any) -> StepOutput:
-        """What to evaluate on one batch: a 0-dim tensor, or a mapping of values as in `training_step` (``loss`` is optional).
-
-        `model` is the bare module, in evaluation mode, without gradients. Default: `training_step`. Override it where that does
-        more than compute the loss: mixup or label smoothing there would leak into the evaluation.
-        """
-        return self.training_step(model, batch)
-
-    def predict_step(self, model: nn.Module, batch: Any) -> Any:
-        """The outputs for one batch. Default: ``model(inputs)`` for batches ``(inputs, targets)`` or ``inputs``."""
-        return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
-
-    def prepare_batch(self, batch: Any) -> Any:
-        """The batch as the steps get it. Default: every tensor on this rank's device, containers kept."""
-        return to_device(batch, self.world.device)
-
-    def optimizer_step(self) -> None:
-        """Update the parameters from the window's gradients, which are averaged and clipped. Default: ``optimizer.step()``.
-
-        The place for what follows every update, such as a moving average of the weights.
-        """
-        self.optimizer.step()
-
-    def before_epoch(self) -> None:
-        """Before an epoch's first window, and again when a run resumes within it; `state.epoch` is the epoch to come.
-
-        The place to unfreeze layers. Must depend on `state` only, so that all ranks do the same.
-        """
-
-    def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add what follows from the reduced means, such as perplexity or F1. Default: `metrics` as they are."""
-        return metrics
 
     # ------------------------------------------------------------------------- local, no communication: usable in hooks
 
