@@ -19,7 +19,8 @@ class Checkpoint(Callback):
     """Writes ``step-00000042.pt`` into `folder` on rank 0, whole or not at all; `fit(resume_from=folder)` continues from it.
 
     A file is due every `every_steps` optimizer steps, every `every_epochs` epochs, once `every_minutes` have passed since the
-    last one (the conditions add up; None switches one off), and always after the last step of a run. The newest `keep_last` files stay; an older one goes only after the new one is safe.
+    last one (the conditions add up; None switches one off), and always after the last step of a run. The newest `keep_last`
+    files stay; an older one goes only after the new one is safe.
 
     With `monitor`, a key of the evaluation, the best one so far is kept as ``best.pt`` besides, written after the evaluation that
     reached it. `mode`: "min" or "max". Ties and NaN are not better.
@@ -50,10 +51,11 @@ class Checkpoint(Callback):
                 raise TypeError(f"{name} must be an int; found {value!r} ({type(value).__name__})")
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more; found {value}")
-        if isinstance(every_minutes, bool) or not isinstance(every_minutes, float | int | None):
-            raise TypeError(f"every_minutes must be a number; found {every_minutes!r} ({type(every_minutes).__name__})")
-        if every_minutes is not None and not every_minutes > 0:
-            raise ValueError(f"every_minutes must be above 0; found {every_minutes}")
+        minutes: Any = every_minutes
+        if isinstance(minutes, bool) or not isinstance(minutes, float | int | None):
+            raise TypeError(f"every_minutes must be a number; found {minutes!r} ({type(minutes).__name__})")
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"every_minutes must be above 0; found {minutes}")
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
         self._files = CheckpointFolder(folder)
