@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ _log = logging.getLogger("callbacks")
 class Checkpoint(Callback):
     """Writes ``step-00000042.pt`` into `folder` on rank 0, whole or not at all; `fit(resume_from=folder)` continues from it.
 
-    A file is due every `every_steps` optimizer steps, every `every_epochs` epochs (the conditions add up; None switches one off),
-    and always after the last step of a run. The newest `keep_last` files stay; an older one goes only after the new one is safe.
+    A file is due every `every_steps` optimizer steps, every `every_epochs` epochs, once `every_minutes` have passed since the
+    last one (the conditions add up; None switches one off), and always after the last step of a run. The newest `keep_last`
+    files stay; an older one goes only after the new one is safe.
 
     With `monitor`, a key of the evaluation, the best one so far is kept as ``best.pt`` besides, written after the evaluation that
     reached it. `mode`: "min" or "max". Ties and NaN are not better. Parameters that are not finite are never saved.
@@ -33,6 +35,7 @@ class Checkpoint(Callback):
         folder: str | Path,
         every_steps: int | None = None,
         every_epochs: int | None = 1,
+        every_minutes: float | None = None,
         keep_last: int = 3,
         monitor: str | None = None,
         mode: str = "min",
@@ -48,11 +51,18 @@ class Checkpoint(Callback):
                 raise TypeError(f"{name} must be an int; found {value!r} ({type(value).__name__})")
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more; found {value}")
+        minutes: Any = every_minutes
+        if isinstance(minutes, bool) or not isinstance(minutes, float | int | None):
+            raise TypeError(f"every_minutes must be a number; found {minutes!r} ({type(minutes).__name__})")
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"every_minutes must be above 0; found {minutes}")
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
         self._files = CheckpointFolder(folder)
         self._every_steps = every_steps
         self._every_epochs = every_epochs
+        self._every_seconds = math.inf if every_minutes is None else 60 * every_minutes
+        self._saved_at = 0.0
         self._keep_last = keep_last
         self._monitor = monitor
         self._sign = 1.0 if mode == "min" else -1.0
@@ -77,6 +87,7 @@ class Checkpoint(Callback):
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self._files.folder.mkdir(parents=True, exist_ok=True)
         self._files.sweep()
+        self._saved_at = time.monotonic()
         self._is_best = False
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -101,6 +112,7 @@ class Checkpoint(Callback):
             or trainer.finished
             or (self._every_steps is not None and state.step % self._every_steps == 0)
             or (self._every_epochs is not None and state.epoch_samples == 0 and state.epoch % self._every_epochs == 0)
+            or time.monotonic() - self._saved_at >= self._every_seconds
         )
         if not due and not self._is_best:
             return
@@ -114,6 +126,7 @@ class Checkpoint(Callback):
         if due:
             self._files.write(f"step-{state.step:08d}.pt", content)
             self._retire(state.step)
+            self._saved_at = time.monotonic()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best}

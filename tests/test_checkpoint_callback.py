@@ -469,3 +469,23 @@ def test_arguments_out_of_range_are_refused_by_name_and_value(
     with pytest.raises(error, match=words):
         Checkpoint(tmp_path, **options)
     assert listing(tmp_path) == []
+
+
+def test_a_file_is_due_once_the_minutes_have_passed_since_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 20 s, by a clock of our own: after a minute, that is every third step, and after the last."""
+    clock = [1_000.0]
+
+    class Slow(Callback):
+        def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+            clock[0] += 20.0
+
+    monkeypatch.setattr("callbacks.checkpoint.time.monotonic", lambda: clock[0])
+    saver = Checkpoint(tmp_path, every_epochs=None, every_minutes=1, keep_last=9)
+    toy_trainer(8, batch_size=1, callbacks=[Slow(), saver]).fit()
+    assert listing(tmp_path) == [name(step) for step in (3, 6, 8)]
+
+
+@pytest.mark.parametrize(("minutes", "error"), [("1", TypeError), (True, TypeError), (0, ValueError), (-0.5, ValueError)])
+def test_minutes_out_of_range_are_refused(tmp_path: Path, minutes: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="every_minutes"):
+        Checkpoint(tmp_path, every_minutes=minutes)

@@ -274,7 +274,10 @@ class World:
         # seconds, so such a rank holds back until the agent has seen the other.
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             time.sleep(2)
-        get_error_handler().record_exception(error)
+        try:
+            raise error
+        except BaseException:  # the handler writes down the traceback of what is being handled
+            get_error_handler().record_exception(error)
 
     def _broadcast(self, value: T, device: torch.device) -> T:
         packed: list[Any] = [pack(value) if self.is_main else None]
