@@ -19,18 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, SequentialSampler
 
 from callbacks import Checkpoint, EarlyStopping, JSONLines, ProgressBar, TensorBoard
 from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs
 from trainer import Callback, CheckpointError, DDPTrainer, Mean, TrainerConfig, World
 
 # ------------------------------------------------------------------------------------------------------ what people pass
-
-
-class Stream(IterableDataset[float]):
-    def __iter__(self) -> Iterator[float]:
-        return iter([1.0])
 
 
 class WithoutLength(Dataset[float]):
@@ -428,11 +423,6 @@ NO_DATASETS: dict[str, tuple[type[BaseException], str, Any]] = {
         [Numbers(8), Numbers(8)],
     ),
     "a DataLoader": (TypeError, quoted(LOADER), DataLoader(Numbers(8))),
-    "an IterableDataset": (
-        TypeError,
-        f"{MAP_STYLE} {__name__}.Stream, an IterableDataset, whose samples cannot be divided exactly: give it these two methods",
-        Stream(),
-    ),
     "a dataset without a length": (TypeError, f"{MAP_STYLE} {__name__}.WithoutLength, which has no __len__", WithoutLength()),
     "an empty dataset": (ValueError, "NAME is empty: tests.helpers.Numbers of length 0", Numbers(0)),
     "an empty list": (ValueError, "NAME is empty: list of length 0", []),
@@ -574,7 +564,8 @@ STEPS = {
     "an empty mapping": returning(ValueError, r".* with the key 'loss'; its keys are \[\]", lambda outputs: {}),
     "a number for the loss in a mapping": returning(
         TypeError,
-        r"training_step must return the loss as a 0-dim tensor, as the loss function gave it \(without .item\(\)\); found float",
+        r"training_step must return the loss as a 0-dim tensor, as the loss function gave it \(without .item\(\)\), or as a Mean "
+        r"of such a sum; found float",
         lambda outputs: {"loss": outputs.mean().item()},
     ),
     "None for the loss in a mapping": returning(
@@ -857,7 +848,9 @@ AT_TWO = {
     "different lengths of the data": differing(
         ValueError, different("the length of train_data", "8", "7"), "train_data", Numbers(8), Numbers(7)
     ),
-    "no data on one rank": differing(ValueError, different("the length of train_data", "8", "0"), "train_data", Numbers(8), None),
+    "no data on one rank": differing(
+        ValueError, different("the length of train_data", "8", "None"), "train_data", Numbers(8), None
+    ),
     "different lengths of an evaluation set": differing(
         ValueError, different("the length of eval_data test", "3", "4"), "eval_data", {"test": Numbers(3)}, {"test": Numbers(4)}
     ),

@@ -129,9 +129,9 @@ def _reduced(trainer: DDPTrainer, replica: Replica, parts: list[Part]) -> dict[s
     if counted == 0:
         raise ValueError("nothing to evaluate: the stream gave no sample on any rank")
     if lengths not in ({counted}, {None}):
+        held = sorted(length or 0 for length in lengths)
         raise RuntimeError(
-            f"{counted} samples were evaluated, but the ranks' datasets hold {sorted(map(str, lengths))}: pass the same one on "
-            "every rank"
+            f"{counted} samples were evaluated, but the ranks' datasets hold {held}: pass the same one on every rank"
         )
     packed = [0.0] * (2 * len(keys))
     for own, sums, *_ in parts:
