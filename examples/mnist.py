@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import TensorDataset
 from torchvision.datasets import MNIST
 
@@ -103,7 +102,7 @@ def parse() -> argparse.Namespace:
     step = parser.add_mutually_exclusive_group()
     step.add_argument("--global-batch", type=int, default=32, help="samples per optimizer step, over all processes")
     step.add_argument("--accumulation-steps", type=int, help="instead: batches per optimizer step, on each process")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW at the start; it falls to 0")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--float64", action="store_true", help="not float32: rounding no longer tells splits apart")
     return parser.parse_args()
@@ -135,10 +134,7 @@ def main() -> None:
         seed=options.seed,
     )
     callbacks = [ProgressBar(), TensorBoard(folder), JSONLines(folder / "log.jsonl"), Checkpoint(folder)]
-    trainer = Classifier(
-        model, optimizer, train, test, scheduler=CosineAnnealingLR, config=config, callbacks=callbacks, world=world
-    )
-    with trainer:
+    with Classifier(model, optimizer, train, test, config=config, callbacks=callbacks, world=world) as trainer:
         steps = trainer.fit(resume_from=options.resume).step
         end = trainer.evaluate()
     world.close()
