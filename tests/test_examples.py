@@ -276,10 +276,10 @@ def test_an_example_is_shorter_than_150_lines(script: str) -> None:
 # split_parity.py
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_split_parity_prints_its_table_and_draws_its_picture(tmp_path: Path, small: Path) -> None:
     options = ("--picture", "curves.png", "--data", small, "--epochs", 3)
-    job = launch(tmp_path, None, "split_parity.py", *options, limit=290)
+    job = launch(tmp_path, None, "split_parity.py", *options, limit=580)
     assert job.code == 0, job.out + job.err
     head, rule, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in job.out.splitlines()]
     assert head[:4] == ["set-up", "last training loss", "test loss", "test accuracy"]
