@@ -48,8 +48,6 @@ class TrainerConfig:
     """What the steps compute in: fp32, or autocast to bf16 or fp16 (the latter with loss scaling)."""
     scaler_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for `torch.amp.GradScaler`, with ``precision="fp16"``."""
-    sync_batchnorm: bool = False
-    """BatchNorm over the micro-batches of all ranks, on GPUs; plain BatchNorm elsewhere, after one warning."""
     gradient_compression: Compression | None = None
     """Send gradients between the ranks in this format."""
     shuffle: bool = True
@@ -74,7 +72,6 @@ class TrainerConfig:
             self._check_type(name, bool, "True or False")
         self._check_type("monitor", str, "a key of the evaluation")
         self._check_type("ddp_options", Mapping, "a mapping of DistributedDataParallel's keyword arguments")
-        self._check_type("sync_batchnorm", bool, "True or False")
         self._check_type("scaler_options", Mapping, "a mapping of GradScaler's keyword arguments")
         if self.scaler_options and self.precision != "fp16":
             raise ValueError(f"scaler_options belong to precision='fp16'; found precision={self.precision!r}")
