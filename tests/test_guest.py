@@ -334,7 +334,6 @@ def test_nothing_is_left_on_the_model_after_an_error(ranks: Ranks, world_size: i
         trainer = trainer_of(model, kind=Trainer)
         with suppress(ArithmeticError):
             trainer.fit()
-        trainer.close()
         gc.collect()
         return [
             fittings(model) == before,

@@ -101,7 +101,7 @@ def drift_error(kind: type[DDPTrainer], dtype: torch.dtype, samples: int = 16, *
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_on_one_rank_is_found_on_all_at_the_next_report_and_named(ranks: Ranks, name: str, dtype: torch.dtype) -> None:
-    results = ranks(2, drift_error, drifting(name), dtype, log_every=4)
+    results = ranks(2, drift_error, drifting(name, when=4), dtype, log_every=4)
     assert len(set(results)) == 1
     message, step = results[0]
     assert step == 4

@@ -262,6 +262,7 @@ class DDPTrainer(Steps):
                 self._replica.require_call()
             self._reporter.add(output, len(share))
             self._precision.scale(self._weighting.weigh(loss, len(share), window)).backward()  # type: ignore[no-untyped-call]
+            del output, loss  # a value that still has a graph would keep it alive through the next forward
         self._replica.end_window(window)
         self._precision.unscale(self.optimizer)
         self._weighting.settle(self._replica.trainable, window)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from .data import NO_EPOCH, Loader, requests, to_device
+from .meters import Meters
 from .metrics import WeightedSums, agree_on_keys, as_mapping, means
 from .order import sequence
 from .plan import chunks
@@ -37,7 +38,7 @@ def evaluate(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: 
     has no count to compare with), or the ranks' parameters differ; ValueError for keys that differ between ranks.
     """
     world, size = trainer.world, trainer.config.eval_batch_size or trainer.config.batch_size
-    sums, counted = WeightedSums(world.device), 0
+    sums, meters, counted = WeightedSums(world.device), Meters(world), 0
     length = None
     if isinstance(dataset, IterableDataset):
         batches = _of_stream(trainer, dataset, options, size)
@@ -45,16 +46,27 @@ def evaluate(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: 
         length = len(dataset)  # type: ignore[arg-type]
         shares = list(chunks(range(world.rank, length, world.size), size))
         batches = _of_shares(trainer, dataset, options, shares)
-    with _evaluating(trainer, parts):
-        for number, (samples, batch) in enumerate(batches):
-            batch = _prepared(trainer, batch, number)
-            with parts.precision.autocast():
-                output = as_mapping(trainer.eval_step(trainer.model, batch), "eval_step")
-            sums.add(output, samples)
-            counted += samples
-    keys = sums.keys
-    gathered = world.gather((keys, sums.take(keys).tolist() if keys else [], counted, length, parts.replica.fingerprint()))
-    return _reduced(trainer, parts.replica, gathered)
+    try:
+        with _evaluating(trainer, parts):
+            for number, (samples, batch) in enumerate(batches):
+                batch = _prepared(trainer, batch, number)
+                with parts.precision.autocast():
+                    output = as_mapping(trainer.eval_step(trainer.model, batch), "eval_step")
+                sums.add(meters.take_from(output), samples)
+                counted += samples
+        sent = Part(
+            sums.keys,
+            sums.take(sums.keys).tolist() if sums.keys else [],
+            meters.keys,
+            counted,
+            length,
+            parts.replica.fingerprint(),
+        )
+        gathered = world.gather(sent)
+        metrics = _reduced(trainer, parts.replica, gathered)
+        return metrics | meters.compute([part.meters for part in gathered], [part.counted > 0 for part in gathered])
+    finally:
+        meters.reset()
 
 
 def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: Mapping[str, Any]) -> Any:
@@ -116,16 +128,28 @@ def _prepared(trainer: DDPTrainer, batch: Any, number: int) -> Any:
     return batch
 
 
-Part = tuple[tuple[str, ...], list[float], int, "int | None", tuple[int, ...]]
-"""What one rank contributes: keys, sums and weights, samples counted, length of its dataset, fingerprint of its parameters."""
+class Part(NamedTuple):
+    """What one rank contributes."""
+
+    keys: tuple[str, ...]
+    sums: list[float]
+    """Those of `keys`, then their weights."""
+    meters: tuple[str, ...]
+    counted: int
+    """Samples."""
+    length: int | None
+    """Of its dataset; None for a stream."""
+    fingerprint: tuple[int, ...]
+    """Of its parameters."""
 
 
 def _reduced(trainer: DDPTrainer, replica: Replica, parts: list[Part]) -> dict[str, float]:
     """The same on every rank: summed in rank order."""
-    if len({fingerprint for *_, fingerprint in parts}) > 1:
+    if len({part.fingerprint for part in parts}) > 1:
         replica.raise_drift(trainer.state.step)
-    keys = agree_on_keys([keys for keys, *_ in parts], "eval_step")
-    counted, lengths = sum(part[2] for part in parts), {part[3] for part in parts}
+    agree_on_keys([part.keys + part.meters for part in parts], "eval_step")
+    keys = next((part.keys for part in parts if part.counted), ())
+    counted, lengths = sum(part.counted for part in parts), {part.length for part in parts}
     if counted == 0:
         raise ValueError("nothing to evaluate: the stream gave no sample on any rank")
     if lengths not in ({counted}, {None}):
@@ -134,10 +158,10 @@ def _reduced(trainer: DDPTrainer, replica: Replica, parts: list[Part]) -> dict[s
             f"{counted} samples were evaluated, but the ranks' datasets hold {held}: pass the same one on every rank"
         )
     packed = [0.0] * (2 * len(keys))
-    for own, sums, *_ in parts:
-        for place, key in enumerate(own):
-            packed[keys.index(key)] += sums[place]
-            packed[len(keys) + keys.index(key)] += sums[len(own) + place]
+    for part in parts:
+        for place, key in enumerate(part.keys):
+            packed[keys.index(key)] += part.sums[place]
+            packed[len(keys) + keys.index(key)] += part.sums[len(part.keys) + place]
     return means(keys, packed)
 
 

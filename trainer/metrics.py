@@ -75,10 +75,10 @@ class WeightedSums:
             self._counts = dict.fromkeys(values, 0.0)
         for key, value in values.items():
             if isinstance(value, Mean):
-                self._totals[key].add_(_scalar(value.total, key))
-                self._counts[key] = self._zeros + self._counts[key] + _scalar(value.count, key)
+                self._totals[key].add_(scalar(value.total, key))
+                self._counts[key] = self._zeros + self._counts[key] + scalar(value.count, key)
             else:
-                self._totals[key].add_(_scalar(value, key), alpha=samples)
+                self._totals[key].add_(scalar(value, key), alpha=samples)
                 self._counts[key] += samples
 
     def take(self, keys: tuple[str, ...]) -> Tensor:
@@ -93,7 +93,8 @@ class WeightedSums:
         return packed
 
 
-def _scalar(value: Any, key: str) -> Tensor | float:
+def scalar(value: Any, key: str) -> Tensor | float:
+    """`value` as one number, without its graph. Raises ValueError or TypeError naming `key` for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach().reshape(())
     if isinstance(value, (int, float, Real)):  # numpy's numbers are Real
@@ -101,7 +102,8 @@ def _scalar(value: Any, key: str) -> Tensor | float:
     wanted = f"{key!r} must be a real scalar (0-dim tensor or number)"
     if isinstance(value, Tensor):
         raise ValueError(f"{wanted}; found a {value.dtype} tensor of shape {tuple(value.shape)}: take its .mean(), say")
-    raise TypeError(f"{wanted}, or a Mean; found {value!r} ({type(value).__name__})")
+    hint = " (objects with update and compute have their place in eval_step)" if hasattr(value, "compute") else ""
+    raise TypeError(f"{wanted}, or a Mean; found {value!r} ({type(value).__name__}){hint}")
 
 
 def means(keys: tuple[str, ...], packed: list[float]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from . import checks
 from .data import to_device
+from .meters import EvalOutput
 from .metrics import StepOutput
 from .world import World
 
@@ -33,8 +34,11 @@ class Steps:
         inputs, targets = checks.check_pair(batch)
         return self.loss_fn(model(inputs), targets)
 
-    def eval_step(self, model: nn.Module, batch: Any) -> StepOutput:
+    def eval_step(self, model: nn.Module, batch: Any) -> EvalOutput:
         """What to evaluate on one batch: a 0-dim tensor, or a mapping of values as in `training_step` (``loss`` is optional).
+
+        An object with ``reset``, ``update`` and ``compute``, such as torchmetrics', may stand in the mapping too, the same every
+        time, once this step has updated it: it is computed over all samples on all ranks, then reset.
 
         `model` is the bare module, in evaluation mode, without gradients. Default: `training_step`. Override it where that does
         more than compute the loss: mixup or label smoothing there would leak into the evaluation.
