@@ -10,12 +10,14 @@ and 2,000 test images come with the repository; `--full` downloads all of MNIST.
 import argparse
 import contextlib
 import gzip
+import itertools
 import socket
 import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 from torchvision.datasets import MNIST
 
@@ -81,12 +83,11 @@ def read(folder: Path, train: bool) -> TensorDataset:
 
 def new_folder(parent: Path) -> Path:
     """Make `parent`/mnist-1, or with the next number that no other run has."""
-    number = 0
-    while True:
-        folder = parent / f"mnist-{(number := number + 1)}"
+    for number in itertools.count(1):
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
+            (folder := parent / f"mnist-{number}").mkdir(parents=True)
+            break
+    return folder
 
 
 def parse() -> argparse.Namespace:
@@ -108,10 +109,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse()
-    if options.float64:
-        torch.set_default_dtype(torch.float64)
+def main(options: argparse.Namespace) -> None:
+    torch.set_default_dtype(torch.float64 if options.float64 else torch.float32)
     data = options.data or Path(__file__).parent / "data" / ("mnist_full" if options.full else "mnist_subset")
     world = World.from_env()
     try:
@@ -120,7 +119,6 @@ def main() -> None:
     except FileNotFoundError as error:
         raise SystemExit(str(error) if world.is_main else 1) from None
     train, test = read(data, train=True), read(data, train=False)
-
     folder = options.resume or options.output or world.broadcast(new_folder(Path("runs")) if world.is_main else Path())
     torch.manual_seed(options.seed)
     model = network()
@@ -133,16 +131,19 @@ def main() -> None:
         global_batch_size=options.global_batch if options.accumulation_steps is None else None,
         seed=options.seed,
     )
+    planned = options.epochs * -(-len(train) // config.window_size(world.size))  # steps, rounded up; --max-steps or not
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, 2 - 2 * step / planned))  # half of them at --lr, then down to 0
     callbacks = [ProgressBar(), TensorBoard(folder), JSONLines(folder / "log.jsonl"), Checkpoint(folder)]
-    with Classifier(model, optimizer, train, test, config=config, callbacks=callbacks, world=world) as trainer:
+    trainer = Classifier(model, optimizer, train, test, scheduler=scheduler, config=config, callbacks=callbacks, world=world)
+    with trainer:
         steps = trainer.fit(resume_from=options.resume).step
         end = trainer.evaluate()
     world.close()
     if world.is_main:
-        accuracy, loss = 100 * end["accuracy"], end["loss"]
         print(f"files in {folder}")
+        accuracy, loss = 100 * end["accuracy"], end["loss"]
         print(f"test accuracy {accuracy:.2f} % of {len(test)} images, test loss {loss:.4f}, {steps} steps")
 
 
 if __name__ == "__main__":
-    main()
+    main(parse())

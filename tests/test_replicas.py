@@ -153,16 +153,62 @@ def test_drift_is_found_by_an_evaluation_within_fit_and_outside_it(ranks: Ranks)
     assert messages[0].startswith("the ranks' parameters have drifted apart by step 0: w. ")
 
 
-def test_a_forward_that_goes_round_the_given_model_cannot_train_on(ranks: Ranks) -> None:
-    """I-07's kind: the loss is computed from self.model, so nothing would be averaged."""
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_forward_that_goes_round_the_given_model_cannot_train_on(ranks: Ranks, world_size: int) -> None:
+    """I-07's kind: the loss is computed from self.model, so nothing would be averaged; found on a laptop too."""
 
     class Trainer(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
             return mean_of_outputs(self.model(batch[0]), batch[1])
 
-    for outcome in ranks.outcomes(2, lambda: toy_trainer(8, kind=Trainer, batch_size=2).fit()):
+    for outcome in ranks.outcomes(world_size, lambda: toy_trainer(8, kind=Trainer, batch_size=2).fit()):
         assert outcome.error == "RuntimeError"
         assert "training_step did not call the model it was given" in outcome.message
+
+
+class Scaled(Toy):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", ["factor", "heads", "nonsense"])
+def test_an_attribute_that_the_wrapper_hides_is_named_with_the_way_out(ranks: Ranks, world_size: int, name: str) -> None:
+    """At one process too, where there is no wrapper."""
+
+    class Trainer(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            getattr(model, name)
+            return mean_of_outputs(model(batch[0]), batch[1])
+
+    for outcome in ranks.outcomes(world_size, lambda: toy_trainer(8, Scaled(), kind=Trainer, batch_size=2).fit()):
+        assert outcome.error == "AttributeError"
+        assert f"hides {name!r}: write self.model.{name} (but compute the loss from model(...)" in outcome.message
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_model_as_it_is_handed_out_has_the_parts_of_a_module(ranks: Ranks, world_size: int) -> None:
+    """In the first step of each fit too, and gradients are those of the model."""
+
+    class Trainer(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            assert model.training
+            assert next(model.parameters()) is self.model.w
+            return mean_of_outputs(model(x=batch[0]), batch[1])
+
+    def fit() -> list[float]:
+        trainer = toy_trainer(4, Scaled(), kind=Trainer, global_batch_size=4)
+        weights = []
+        for _ in range(2):
+            trainer.state.epoch = 0
+            trainer.fit()
+            weights.append(trainer.model.w.item())
+        return weights
+
+    assert ranks(world_size, fit) == [[-1.5, -3.0]] * world_size
 
 
 # Replicas that do not drift.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
+import re
 import warnings
 from collections.abc import Mapping
 from numbers import Real
@@ -23,6 +24,9 @@ from .plan import Plan
 from .world import World
 
 NO_LOSS_FN = "the default training_step needs loss_fn: pass loss_fn=... to DDPTrainer, or override training_step"
+
+
+_HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
 
 
 def check_model(model: Any, optimizer: Any) -> None:
@@ -104,7 +108,12 @@ def check_some(window: Any) -> None:
 
 
 def with_advice(error: BaseException, config: TrainerConfig) -> BaseException:
-    """`error`, or for a device out of memory one of the same type that also says what to change."""
+    """`error`, or where more can be said than torch does, one of the same type that also says what to change."""
+    if isinstance(error, AttributeError) and (hidden := _HIDDEN.search(str(error))):
+        return AttributeError(
+            f"the model that training_step is given may be wrapped in DistributedDataParallel, which hides {hidden[1]!r}: write "
+            f"self.model.{hidden[1]} (but compute the loss from model(...), the argument)"
+        )
     out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     if not out_of_memory or not isinstance(error, RuntimeError):
         return error

@@ -103,7 +103,8 @@ class DDPTrainer(Steps):
         self._opened_world = world is None and not World.is_open()
         self.world = World.from_env() if world is None else world
         self.world.outside_hook("DDPTrainer")
-        self.model = model.to(self.world.device)
+        self._replica = Replica(model.to(self.world.device), self.world, self.config)
+        self.model = self._replica.model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.state = TrainerState()
@@ -116,10 +117,10 @@ class DDPTrainer(Steps):
             self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
         self.scheduler = self._schedule.scheduler
         self._precision = Precision(self.config.precision, self.world.device, self.config.scaler_options)
-        self._replica = Replica(model, self.world, self.config)
+        self._replica.check_windows(self._train.window_sizes)
         self._parts = Parts(self._replica, self._precision)
         self._agreement = StopAgreement(self.world, self.config.log_every)
-        checks.agree(self.world, model, self._train.samples, self.eval_sets, self.config)
+        checks.agree(self.world, self.model, self._train.samples, self.eval_sets, self.config)
         self._replica.align()
 
     # ---------------------------------------------------------------------------------------------- called on every rank
@@ -249,7 +250,7 @@ class DDPTrainer(Steps):
 
     def _step(self, window: Window, batches: Iterable[Any]) -> bool:
         """One optimizer update; False when fp16 gradients overflowed, and it was skipped on all ranks."""
-        self._replica.begin_window()
+        self._replica.begin_window(window)
         for number, (share, batch) in enumerate(zip(window.micro_batches, batches, strict=True)):
             last = number == len(window.micro_batches) - 1
             batch = self.prepare_batch(batch)

@@ -43,6 +43,12 @@ class Plan:
     def steps_per_epoch(self) -> int:
         return -(-self.epoch_samples // self.window_size)
 
+    @property
+    def window_sizes(self) -> list[int]:
+        """The sizes that windows have: the global batch where the epoch is that long, and the last one's if it is shorter."""
+        whole, rest = divmod(self.epoch_samples, self.window_size)
+        return [self.window_size] * (whole > 0) + [rest] * (rest > 0)
+
     def windows(self, start: int = 0) -> Iterator[Window]:
         """The windows from position `start` (a multiple of the window size) to the epoch's end."""
         for first in range(start, self.epoch_samples, self.window_size):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from . import checksum
+from . import batchnorm, checksum
 from .config import TrainerConfig
 from .plan import Window
 from .world import World
@@ -18,12 +19,16 @@ class Replica:
     """Hands out the model for each micro-batch so that every gradient travels once per window, and watches for drift."""
 
     def __init__(self, model: nn.Module, world: World, config: TrainerConfig) -> None:
-        self._model = model
+        self.model = batchnorm.synchronized(model, world) if config.sync_batchnorm else model
+        """The bare module."""
         self._world = world
+        self._batch_size = config.batch_size
+        self._synchronized = batchnorm.is_synchronized(self.model, world)
         self._options = config.ddp_options
         self._compression = config.gradient_compression
         self._finds_unused = bool(config.ddp_options.get("find_unused_parameters"))
-        self._wrapped = model
+        self._wrapped = self.model
+        self._handed = self.model
         self._sends_buffers = False
         self._called = False
         self._call_hook: RemovableHandle | None = None
@@ -37,7 +42,7 @@ class Replica:
 
         What is laid out so that it cannot be sent (an expanded or transposed buffer) gets a contiguous copy of its own.
         """
-        tensors: list[Tensor] = [*self._model.parameters(), *self._model.buffers()]
+        tensors: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
         for tensor in tensors:
             if not _is_laid_out_plainly(tensor):
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -46,14 +51,14 @@ class Replica:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """All of them, frozen ones too."""
-        return list(self._model.parameters())
+        return list(self.model.parameters())
 
     def refresh(self) -> None:
         """Wrap the model, again if another set of parameters requires gradients by now. Called on every rank.
 
         Raises ValueError when none does.
         """
-        trainable = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         if not trainable:
             raise ValueError(
                 "no parameter of the model requires a gradient, so there is nothing to train: call requires_grad_() on those "
@@ -62,10 +67,10 @@ class Replica:
         if list(map(id, trainable)) == list(map(id, self.trainable)):
             return
         self.release()
-        self._wrapped = self._world.wrap(self._model, **self._options)
+        self._wrapped = self._world.wrap(self.model, **self._options)
         if self._compression is not None:
             self._world.compress(self._wrapped, self._compression)
-        self._call_hook = self._wrapped.register_forward_pre_hook(self._note_call)
+        self._hand_out(_StandIn(self.model) if self._wrapped is self.model else self._wrapped)
         self.trainable = trainable
         self._use_is_known = self._finds_unused
         if self._world.size > 1 and self._wrapped.broadcast_buffers:
@@ -76,23 +81,27 @@ class Replica:
 
     def release(self) -> None:
         """Let go of the wrapper; the model stays as it is."""
-        if self._call_hook is not None:
-            self._call_hook.remove()
-        self._call_hook = None
+        self._hand_out(None)
         self._gradients_before = None
-        self._wrapped, self._sends_buffers, self.trainable = self._model, False, []
+        self._wrapped, self._sends_buffers, self.trainable = self.model, False, []
 
-    def begin_window(self) -> None:
+    def begin_window(self, window: Window) -> None:
         """Rank 0's buffers on every rank, once per window."""
+        self.check_windows([window.size])
         if self._sends_buffers:  # asked for anew each time: a forward may put another tensor in a buffer's place
-            self._world.broadcast_tensors(list(self._model.buffers()))
+            self._world.broadcast_tensors(list(self.model.buffers()))
+
+    def check_windows(self, sizes: Sequence[int]) -> None:
+        """Raise ValueError where layers that meet in their forwards would wait for ever: see `batchnorm.check_windows`."""
+        if self._synchronized:
+            batchnorm.check_windows(sizes, self._batch_size, self._world.size)
 
     def handed(self, last: bool) -> nn.Module:
         """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
         self._called = False
         if last and not self._use_is_known:
             self._gradients_before = [_mark(parameter.grad) for parameter in self.trainable]
-        return self._wrapped if last else self._model
+        return self._handed if last else self.model
 
     def require_call(self) -> None:
         """Raise RuntimeError unless the model handed out last was called: without it the gradients would not be reduced."""
@@ -108,6 +117,8 @@ class Replica:
         Raises RuntimeError naming the parameters that the first window's last micro-batch did not use: their gradients would
         not be averaged over the ranks.
         """
+        if self._handed is not self._wrapped:
+            self._hand_out(self._wrapped)
         if not window.micro_batches:
             self._world.backward_zeros(self._wrapped)
         elif self._gradients_before is not None:
@@ -115,7 +126,7 @@ class Replica:
             pairs = zip(self.trainable, before, strict=True)
             unused = [parameter for parameter, mark in pairs if _mark(parameter.grad) == mark]
             if unused:
-                names = [name for name, item in self._model.named_parameters() if any(item is other for other in unused)]
+                names = [name for name, item in self.model.named_parameters() if any(item is other for other in unused)]
                 raise RuntimeError(
                     f"the loss of the window's last micro-batch does not depend on {', '.join(names)}, so their gradients would "
                     "not be averaged over the ranks. Freeze what is not trained with requires_grad_(False), or set "
@@ -133,7 +144,7 @@ class Replica:
     def raise_drift(self, step: int) -> None:
         """Name the parameters that differ between the ranks in a RuntimeError, the same on every rank. Called on every rank."""
         gathered = self._world.gather(self.fingerprint())
-        names = [name for name, _ in self._model.named_parameters()]
+        names = [name for name, _ in self.model.named_parameters()]
         drifted = [name for name, sums in zip(names, zip(*gathered, strict=True), strict=True) if len(set(sums)) > 1]
         raise RuntimeError(
             f"the ranks' parameters have drifted apart by step {step}: {', '.join(drifted)}. Something changes them on some "
@@ -141,8 +152,26 @@ class Replica:
             "forward that goes round the model that training_step was given"
         )
 
+    def _hand_out(self, module: nn.Module | None) -> None:
+        """From now on to `training_step`, in a window's last micro-batch; watched for being called."""
+        if self._call_hook is not None:
+            self._call_hook.remove()
+        self._handed = self.model if module is None else module
+        self._call_hook = None if module is None else module.register_forward_pre_hook(self._note_call)
+
     def _note_call(self, module: nn.Module, inputs: Any) -> None:
         self._called = True
+
+
+class _StandIn(nn.Module):
+    """In place of DDP's wrapper, in a fit's first step on one process: what would fail on several fails there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.module(*inputs, **named)
 
 
 def _mark(gradient: Tensor | None) -> tuple[int, int] | None:

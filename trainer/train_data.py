@@ -70,6 +70,11 @@ class TrainData:
             return self._config.max_steps if self._is_stream and self._config.last_epoch is None else None
         return self._plan.total_steps(self._config.last_epoch, self._config.max_steps)
 
+    @property
+    def window_sizes(self) -> list[int]:
+        """The sizes that the windows of an epoch have; empty where that is unknown."""
+        return self._plan.window_sizes if self.samples is not None else []
+
     def open(self, world: World) -> None:
         """Before the first batch of a `fit`. ValueError when there is nothing to train on."""
         if self._dataset is None:
