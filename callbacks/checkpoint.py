@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,15 @@ class Checkpoint(Callback):
     With `monitor`, a key of the evaluation, the best one so far is kept as ``best.pt`` besides, written after the evaluation that
     reached it. `mode`: "min" or "max". Ties and NaN are not better. Parameters that are not finite are never saved.
 
+    With `async_write` training waits only for a copy of the state in host memory, as large as the file; a thread writes it, one
+    at a time, and `fit` returns when the last one is safe. What a file cannot be written for (OSError) is raised at the next
+    step, or logged with ``on_error="warn"``, and the run goes on to the next save.
+
+    While `fit` runs, the folder is locked against other jobs.
+
     Raises TypeError or ValueError for arguments out of range; at the start of `fit`, before any callback has written anything,
-    FileExistsError when a fresh run would write into a folder that already holds a run's checkpoints, and ValueError for a
-    `monitor` without eval_data; OSError when a file cannot be written, which ends the run.
+    FileExistsError when the folder already holds checkpoints of another run, and ValueError for a `monitor` without eval_data;
+    CheckpointError when another job still holds the folder after 30 s.
     """
 
     def __init__(
@@ -39,26 +45,15 @@ class Checkpoint(Callback):
         keep_last: int = 3,
         monitor: str | None = None,
         mode: str = "min",
+        async_write: bool = True,
+        on_error: str = "stop",
     ) -> None:
-        if not isinstance(folder, (str, os.PathLike)):
-            raise TypeError(f"folder must be the path of a folder; found {folder!r}")
-        if not isinstance(monitor, str | None):
-            raise TypeError(f"monitor must be a key of the evaluation or None; found {monitor!r}")
-        for name, value in (("every_steps", every_steps), ("every_epochs", every_epochs), ("keep_last", keep_last)):
-            if value is None and name != "keep_last":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int; found {value!r} ({type(value).__name__})")
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or more; found {value}")
-        minutes: Any = every_minutes
-        if isinstance(minutes, bool) or not isinstance(minutes, float | int | None):
-            raise TypeError(f"every_minutes must be a number; found {minutes!r} ({type(minutes).__name__})")
-        if minutes is not None and not minutes > 0:
-            raise ValueError(f"every_minutes must be above 0; found {minutes}")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
+        _check_counts(every_steps=every_steps, every_epochs=every_epochs, keep_last=keep_last)
+        _check_others(folder, every_minutes, monitor, mode, async_write, on_error)
         self._files = CheckpointFolder(folder)
+        self._async_write = async_write
+        self._on_error = on_error
+        self._has_written = False
         self._every_steps = every_steps
         self._every_epochs = every_epochs
         self._every_seconds = math.inf if every_minutes is None else 60 * every_minutes
@@ -78,14 +73,12 @@ class Checkpoint(Callback):
     def before_fit(self, trainer: DDPTrainer) -> None:
         if self._monitor is not None and not trainer.eval_sets:
             raise ValueError(f"Checkpoint monitors {self._monitor!r} of an evaluation: pass eval_data to the trainer")
-        if trainer.state.step == 0 and (found := self._files.steps()):
-            raise FileExistsError(
-                f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}): continue it with "
-                f"fit(resume_from={str(self._files.folder)!r}), or give the new run another folder"
-            )
+        self._check_folder(trainer.state.step)
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self._files.folder.mkdir(parents=True, exist_ok=True)
+        self._files.lock()
+        self._check_folder(trainer.state.step)  # again: another job may have written until now
         self._files.sweep()
         self._saved_at = time.monotonic()
         self._is_best = False
@@ -106,6 +99,7 @@ class Checkpoint(Callback):
             self._best, self._is_best = value, True
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
+        self._tolerate(self._files.raise_error)
         state = trainer.state
         due = (
             state.stop_reason is not None
@@ -119,14 +113,21 @@ class Checkpoint(Callback):
         if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):
             _log.error("Checkpoint: nothing is saved at step %d, where parameters are not finite", state.step)
             return
-        content = trainer.state_dict()
-        if self._is_best:  # first: a step file that knows of a best evaluation must never be there without it
-            self._is_best = False
-            self._files.write("best.pt", content)
+        # best.pt first: a step file that knows of a best evaluation must never be there without it
+        names = ["best.pt"] * self._is_best + [f"step-{state.step:08d}.pt"] * due
+        self._is_best = False
+        self._tolerate(lambda: self._save(names, trainer.state_dict(), state.step))
         if due:
-            self._files.write(f"step-{state.step:08d}.pt", content)
-            self._retire(state.step)
             self._saved_at = time.monotonic()
+
+    def on_fit_end(self, trainer: DDPTrainer) -> None:
+        try:
+            self._tolerate(self._files.wait)
+        finally:
+            self._files.unlock()
+
+    def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+        self.on_fit_end(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best}
@@ -134,9 +135,66 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best = state["best"]
 
-    def _retire(self, newest: int) -> None:
-        """Remove what is older than the last few, and what a run that was abandoned for this one had written beyond it."""
-        steps = self._files.steps()
-        current = [step for step in steps if step <= newest]
-        for step in set(steps) - set(current[-self._keep_last :]):
-            steps[step].unlink(missing_ok=True)
+    def _check_folder(self, step: int) -> None:
+        """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
+        found = self._files.steps()
+        if found and step not in found and not self._has_written:
+            words = "a new run" if step == 0 else f"a run that goes on from step {step} of another folder"
+            raise FileExistsError(
+                f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}), and this is {words}: "
+                f"continue that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"
+            )
+
+    def _save(self, names: list[str], content: dict[str, Any], step: int) -> None:
+        def retire() -> None:
+            """Remove what is older than the last few, and what a run that was abandoned for this one had written beyond it."""
+            steps = self._files.steps()
+            current = [other for other in steps if other <= step]
+            for other in set(steps) - set(current[-self._keep_last :]):
+                steps[other].unlink(missing_ok=True)
+
+        self._has_written = True
+        if self._async_write:
+            self._files.write_behind(names, content, then=retire)
+            return
+        for name in names:
+            self._files.write(name, content)
+        retire()
+
+    def _tolerate(self, action: Callable[[], None]) -> None:
+        """Run what may find that a file could not be written; that ends the run, or is logged."""
+        try:
+            action()
+        except OSError as error:
+            if self._on_error == "stop":
+                raise
+            _log.warning("Checkpoint: the run goes on without a file that could not be written: %s", error)
+
+
+def _check_counts(**counts: Any) -> None:
+    """TypeError or ValueError for what is no count; None switches off what may be switched off."""
+    for name, value in counts.items():
+        if value is None and name != "keep_last":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int; found {value!r} ({type(value).__name__})")
+        if value < 1:
+            raise ValueError(f"{name} must be 1 or more; found {value}")
+
+
+def _check_others(folder: Any, minutes: Any, monitor: Any, mode: Any, async_write: Any, on_error: Any) -> None:
+    """TypeError or ValueError naming the first argument that cannot be."""
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"folder must be the path of a folder; found {folder!r}")
+    if isinstance(minutes, bool) or not isinstance(minutes, float | int | None):
+        raise TypeError(f"every_minutes must be a number; found {minutes!r} ({type(minutes).__name__})")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"every_minutes must be above 0; found {minutes}")
+    if not isinstance(monitor, str | None):
+        raise TypeError(f"monitor must be a key of the evaluation or None; found {monitor!r}")
+    if mode not in ("min", "max"):
+        raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
+    if not isinstance(async_write, bool):
+        raise TypeError(f"async_write must be True or False; found {async_write!r} ({type(async_write).__name__})")
+    if on_error not in ("stop", "warn"):
+        raise ValueError(f"on_error must be 'stop' or 'warn'; found {on_error!r}")

@@ -25,7 +25,8 @@ def name(step: int) -> str:
 
 
 def listing(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Without what keeps other jobs out, which a run that is killed leaves behind."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 class Listing(Callback):
@@ -95,7 +96,8 @@ def test_the_last_files_are_kept(ranks: Ranks, tmp_path: Path, keep_last: int, c
 
     def run() -> list[list[int]]:
         seen = Listing(tmp_path)
-        toy_trainer(12, batch_size=1, callbacks=[Checkpoint(tmp_path, every_steps=1, keep_last=keep_last), seen]).fit()
+        saver = Checkpoint(tmp_path, every_steps=1, keep_last=keep_last, async_write=False)
+        toy_trainer(12, batch_size=1, callbacks=[saver, seen]).fit()
         return seen.seen
 
     expected = [list(range(step - count + 1, step + 1)) for step, count in enumerate(counts, 1)]
@@ -210,7 +212,7 @@ class Scripted(DDPTrainer):
 
 def scripted(folder: Path, values: tuple[float, ...], *callbacks: Callback, steps: int | None = None, **options: Any) -> Scripted:
     """A run of a step an epoch with those evaluations, or of its first `steps`; `options`: the Checkpoint's."""
-    checkpoints = Checkpoint(folder, **{"monitor": "score", "keep_last": 2, **options})
+    checkpoints = Checkpoint(folder, **{"monitor": "score", "keep_last": 2, "async_write": False, **options})
     config = {"batch_size": 1, "global_batch_size": 2, "epochs": steps or len(values)}
     trainer = toy_trainer(2, kind=Scripted, eval_numbers=2, callbacks=[checkpoints, *callbacks], **config)
     assert isinstance(trainer, Scripted)
@@ -403,7 +405,7 @@ def test_a_run_continued_from_an_older_file_replaces_what_came_after_it(ranks: R
 
     def run(resume_from: Path | None, steps: int) -> list[list[int]]:
         seen = Listing(tmp_path)
-        callbacks = [Checkpoint(tmp_path, every_steps=2, every_epochs=None, keep_last=4), seen]
+        callbacks = [Checkpoint(tmp_path, every_steps=2, every_epochs=None, keep_last=4, async_write=False), seen]
         toy_trainer(20, batch_size=2, max_steps=steps, callbacks=callbacks).fit(resume_from)
         return seen.seen
 
@@ -438,7 +440,8 @@ def test_a_folder_that_goes_away_ends_every_rank(ranks: Ranks, tmp_path: Path, w
                 (tmp_path / "run").write_text("in the way")
 
     def run() -> None:
-        toy_trainer(12, batch_size=1, callbacks=[Checkpoint(tmp_path / "run", every_steps=1), Replacing()]).fit()
+        checkpoints = Checkpoint(tmp_path / "run", every_steps=1, async_write=False)
+        toy_trainer(12, batch_size=1, callbacks=[checkpoints, Replacing()]).fit()
 
     outcomes = ranks.outcomes(world_size, run, timeout=20.0)
     assert_all_ended(outcomes)

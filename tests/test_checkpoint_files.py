@@ -52,7 +52,8 @@ def step_of(loaded: dict[str, Any] | None) -> int:
 
 
 def listing(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Without what keeps other jobs out, which a run that is killed leaves behind."""
+    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
 # Whole or absent.
@@ -68,7 +69,7 @@ def opening_files_for(room: int, ending: Callable[[], Any]) -> Callable[..., io.
                 ending()
             return fits
 
-    return lambda path, mode: io.BufferedWriter(Limited(path, mode))
+    return lambda path, mode: io.BufferedWriter(Limited(path, mode)) if mode == "wb" else open(path, mode)
 
 
 def no_space() -> None:
@@ -221,7 +222,7 @@ def test_a_file_gets_its_name_after_its_bytes_are_on_the_disk(tmp_path: Path, mo
 # Damage.
 
 
-def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     path = tmp_path / name(7)
     checkpoint.write(path, content(7, 200))
     whole, damages = path.read_bytes(), random.Random(1)
@@ -237,8 +238,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path) -> None:
             assert step_of(checkpoint.read(path)) == 7
         except CheckpointError:
             found[where] += 1
-    assert found["values"] == 300
-    assert found["anywhere"] > 100
+    assert found == {"values": 300, "anywhere": 300}
 
 
 def test_a_truncated_zeroed_or_empty_file_is_found(tmp_path: Path) -> None:
@@ -633,8 +633,9 @@ def test_one_rank_writes_and_every_rank_can_load_as_soon_as_fit_returns(ranks: R
 
         def open_slowly(path: Path, mode: str) -> Any:
             nonlocal opened
-            opened += 1
-            time.sleep(0.05)
+            if mode == "wb":
+                opened += 1
+                time.sleep(0.05)
             return open(path, mode)
 
         vars(checkpoint)["open"] = open_slowly

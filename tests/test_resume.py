@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 from callbacks import Checkpoint
 from tests.helpers import Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import Callback, CheckpointFolder, DDPTrainer, TrainerConfig, checkpoint
+from trainer import folder as folder_room
 
 LENGTH, GLOBAL_BATCH, STEPS = 11, 4, 9  # three epochs of three steps, the last of each over three samples
 
@@ -526,7 +527,7 @@ def test_rank_0_alone_finds_and_reads_the_file(
         path: Path | None = tmp_path / "step-00000001.pt"
         if not trainer.world.is_main:
             path = None if elsewhere == "no path" else tmp_path / "nowhere" / "step-00000001.pt"
-            checkpoint.read = checkpoint.find = None  # type: ignore[assignment]
+            checkpoint.read = folder_room.find = None  # type: ignore[assignment]
         trainer.fit(resume_from=path if resume else None)
         return model.w.item(), flat(trainer.optimizer.state_dict())
 

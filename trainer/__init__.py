@@ -1,9 +1,10 @@
 """A distributed-data-parallel trainer for PyTorch in one class."""
 
 from .callback import Callback
-from .checkpoint import CheckpointError, CheckpointFolder
+from .checkpoint import CheckpointError
 from .config import TrainerConfig
 from .ddp_trainer import DDPTrainer
+from .folder import CheckpointFolder
 from .metrics import Mean
 from .state import TrainerState
 from .world import World

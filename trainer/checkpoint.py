@@ -1,15 +1,15 @@
-"""Checkpoint files: written whole or not at all, found, verified and read without running any code in them."""
+"""Checkpoint files: written whole or not at all, verified, and read without running any code in them."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
+import shutil
 import zipfile
+import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 FORMAT = 1
 """The version of a file's content: a dict of format, state, config, model, optimizer, scheduler, scaler and callbacks."""
 
-_log = logging.getLogger("trainer")
-_NAME = re.compile(r"step-(\d{8,})\.pt")
-_UNFINISHED = ".tmp"
+UNFINISHED = ".tmp"
+"""What the name of a file ends in until it is whole."""
+
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)  # no bytes: b"" is not loaded
 
 
@@ -27,68 +27,27 @@ class CheckpointError(RuntimeError):
     """A checkpoint file that cannot be used: the message names the file and what is wrong with it."""
 
 
-class CheckpointFolder:
-    """The checkpoints of one run: ``step-00000042.pt`` after step 42, and others under names of their own."""
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-
-    def steps(self) -> dict[int, Path]:
-        """The step files by step, oldest first. Unfinished files are none."""
-        found = [(match, path) for path in self.folder.glob("step-*.pt") if (match := _NAME.fullmatch(path.name))]
-        return dict(sorted((int(match[1]), path) for match, path in found))
-
-    def write(self, name: str, content: Mapping[str, Any]) -> Path:
-        """Write `content` (a trainer's ``state_dict()``) under `name`, whole or not at all; see `write`."""
-        path = self.folder / name
-        write(path, content)
-        return path
-
-    def newest(self) -> dict[str, Any] | None:
-        """The content of the newest whole step file; damaged ones are named in the log and passed over. None: there is no file.
-
-        Raises CheckpointError when all of them are damaged.
-        """
-        paths = list(self.steps().values())
-        for path in reversed(paths):
-            try:
-                return read(path)
-            except CheckpointError as error:
-                _log.error("passed over a damaged checkpoint: %s", error)
-        if paths:
-            raise CheckpointError(
-                f"all {len(paths)} checkpoints in {self.folder} are damaged; to start afresh, use another folder or remove them"
-            )
-        return None
-
-    def sweep(self) -> None:
-        """Remove what a killed run has left unfinished. Only the run that owns the folder may do so."""
-        for path in self.folder.glob(f"*.pt{_UNFINISHED}"):
-            path.unlink(missing_ok=True)
-
-
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` to `path`, whole or not at all: a kill or a full disk at any instant leaves an older file as it was.
 
-    Raises TypeError for a value that `read` would refuse (only tensors and plain values can be loaded without running code),
-    naming it, and OSError as the system raises it.
+    Raises TypeError as `check_plain` does, and OSError naming the path and the space that is left where the system refuses.
     """
-    if (place := _not_plain(content, "")) is not None:
-        raise TypeError(
-            f"cannot be saved in a checkpoint: {place}. Only tensors, numbers, text, None, and lists, tuples, sets and dicts of "
-            "them can be loaded without running code; convert it, as with float(...), str(...) or .tolist()"
-        )
-    unfinished = path.with_name(path.name + _UNFINISHED)
+    check_plain(content)
+    unfinished = path.with_name(path.name + UNFINISHED)
     try:
         with open(unfinished, "wb") as file:
-            torch.save(content, file)
+            sealed = _SealingFile(file)
+            torch.save(content, sealed)  # type: ignore[arg-type]  # it needs write and flush only
+            sealed.seal()
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-    except BaseException as error:
+    except BaseException as raised:
         unfinished.unlink(missing_ok=True)
-        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # torch's failure to end a file that the system would not take
+        # torch's failure to end a file that the system would not take hides the system's
+        error = raised.__context__ if isinstance(raised, RuntimeError) and isinstance(raised.__context__, OSError) else raised
+        if isinstance(error, OSError):
+            raise _with_free_space(error, path) from None
         raise
     folder = os.open(path.parent, os.O_RDONLY)  # the new name itself must reach the disk too
     try:
@@ -98,14 +57,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a checkpoint, on the CPU, after its checksums were verified; no code in it is run.
+    """The content of a checkpoint, on the CPU, after its seal was verified; no code in it is run.
 
     Raises CheckpointError for a file that is damaged, no checkpoint, or of a newer format.
     """
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load does not verify the checksums
-            if (damaged := archive.testzip()) is not None:
-                raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match")
+        _verify(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -118,22 +75,76 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def find(resume_from: str | Path) -> dict[str, Any] | None:
-    """What to resume from: a file's content, or that of the newest whole one in a folder; None for an empty or missing folder.
+def check_plain(content: Mapping[str, Any]) -> None:
+    """TypeError naming the first value that `read` would refuse: only tensors and plain values load without running code."""
+    if (place := _not_plain(content, "")) is not None:
+        raise TypeError(
+            f"cannot be saved in a checkpoint: {place}. Only tensors, numbers, text, None, and lists, tuples, sets and dicts of "
+            "them can be loaded without running code; convert it, as with float(...), str(...) or .tolist()"
+        )
 
-    Raises TypeError or ValueError for what is no path, FileNotFoundError for a file that does not exist, CheckpointError for
-    what cannot be used.
-    """
-    if not isinstance(resume_from, (str, os.PathLike)):
-        raise TypeError(f"resume_from must be the path of a checkpoint or of a folder of them; found {resume_from!r}")
-    if not os.fspath(resume_from):
-        raise ValueError("resume_from is an empty text: name a checkpoint or a folder of them, or pass None to start afresh")
-    path = Path(resume_from)
-    if path.is_file():
-        return read(path)
-    if path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir():
-        raise FileNotFoundError(f"resume_from={str(path)!r} does not exist: name a checkpoint file, or a folder of them")
-    return CheckpointFolder(path).newest()
+
+# The seal: the comment that a zip archive may end in says the CRC-32 of every byte before it. The checksums inside the archive
+# are of its members alone, and torch.load looks at none. torch and zipfile read sealed files like others.
+_SEAL = b"ddp-trainer crc32 %08x"
+_SEAL_LENGTH = len(_SEAL % 0)
+_COMMENT_LENGTH_BYTES = 2  # at the very end of an archive without a comment: 0
+
+
+class _SealingFile:
+    """Passes on to `file` what torch.save writes, except for the last bytes, which say how long the comment is."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._crc = 0
+        self._held = b""
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        length = len(view)
+        if length < _COMMENT_LENGTH_BYTES:
+            view = memoryview(self._held + bytes(view))
+        else:
+            self._pass_on(self._held)
+        self._pass_on(view[:-_COMMENT_LENGTH_BYTES])
+        self._held = bytes(view[-_COMMENT_LENGTH_BYTES:])
+        return length
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def seal(self) -> None:
+        self._pass_on(_SEAL_LENGTH.to_bytes(_COMMENT_LENGTH_BYTES, "little"))
+        self._file.write(_SEAL % self._crc)
+
+    def _pass_on(self, data: Any) -> None:
+        self._crc = zlib.crc32(data, self._crc)
+        self._file.write(data)
+
+
+def _verify(path: Path) -> None:
+    """CheckpointError unless the seal fits every byte; for an archive without any, unless its members' checksums do."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _SEAL_LENGTH, 0))
+        seal = file.read()
+        file.seek(0)
+        if seal.startswith(_SEAL[: -len(b"%08x")]):
+            crc, left, buffer = 0, size - _SEAL_LENGTH, memoryview(bytearray(1 << 20))
+            while left > 0 and (count := file.readinto(buffer[: min(left, len(buffer))])):
+                crc, left = zlib.crc32(buffer[:count], crc), left - count
+            if seal != _SEAL % crc:
+                raise CheckpointError(f"{path} is damaged: its checksum does not match")
+            return
+        with zipfile.ZipFile(file) as archive:
+            if archive.comment or (damaged := archive.testzip()) is not None:
+                raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match")
+
+
+def _with_free_space(error: OSError, path: Path) -> OSError:
+    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+    text = f"{error.strerror}; {free:,} bytes are free there. The checkpoints before are as they were"
+    return type(error)(error.errno, text, str(path))
 
 
 def _not_plain(value: Any, place: str) -> str | None:

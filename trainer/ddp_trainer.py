@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
-from . import checkpoint, checks, snapshot
+from . import checks, folder, snapshot
 from .agreement import StopAgreement
 from .callback import Callback, Dispatcher
 from .config import TrainerConfig
@@ -311,7 +311,7 @@ class DDPTrainer(Steps):
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""
         # Rank 0 decides: where only it sees the folder, a script may have told the others to start afresh.
-        content = self.world.run_on_main(lambda: None if resume_from is None else checkpoint.find(resume_from))
+        content = self.world.run_on_main(lambda: None if resume_from is None else folder.find(resume_from))
         if content is not None:
             self.load_state_dict(content)
         self.state.stop_reason = None

@@ -1,0 +1,166 @@
+"""The folder of a run's checkpoints: one job at a time, written in the background, the newest whole file found."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from . import checkpoint
+from .checkpoint import UNFINISHED, CheckpointError
+from .host_copy import HostCopy
+
+_log = logging.getLogger("trainer")
+_NAME = re.compile(r"step-(\d{8,})\.pt")
+_LOCK = ".lock"
+_LOCK_WAIT = 30.0  # seconds: an orphan of a killed job needs some to go
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: ``step-00000042.pt`` after step 42, and others under names of their own."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._copies = HostCopy()
+        self._writing: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._lock: int | None = None
+
+    def steps(self) -> dict[int, Path]:
+        """The step files by step, oldest first. Unfinished files are none."""
+        found = [(match, path) for path in self.folder.glob("step-*.pt") if (match := _NAME.fullmatch(path.name))]
+        return dict(sorted((int(match[1]), path) for match, path in found))
+
+    def newest(self) -> dict[str, Any] | None:
+        """The content of the newest whole step file; damaged ones are named in the log and passed over. None: there is no file.
+
+        Raises CheckpointError when all of them are damaged.
+        """
+        paths = list(self.steps().values())
+        for path in reversed(paths):
+            try:
+                return checkpoint.read(path)
+            except CheckpointError as error:
+                _log.error("passed over a damaged checkpoint: %s", error)
+        if paths:
+            raise CheckpointError(
+                f"all {len(paths)} checkpoints in {self.folder} are damaged; to start afresh, use another folder or remove them"
+            )
+        return None
+
+    def write(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Write `content` (a trainer's ``state_dict()``) under `name`, whole or not at all; see `checkpoint.write`."""
+        path = self.folder / name
+        checkpoint.write(path, content)
+        return path
+
+    def write_behind(self, names: Sequence[str], content: Mapping[str, Any], then: Callable[[], None]) -> None:
+        """Copy `content`, and write it under each of `names`, then call `then`, while the caller goes on.
+
+        Waits for the write before. Raises that one's error if it failed, and TypeError as `checkpoint.check_plain` does.
+        """
+        self.wait()
+        checkpoint.check_plain(content)
+        copied, settle = self._copies.take(content)
+
+        def work() -> None:
+            try:
+                settle()
+                for name in names:
+                    self.write(name, copied)
+                then()
+            except BaseException as error:
+                self._error = error
+
+        self._writing = threading.Thread(target=work, name="checkpoint")  # no daemon: Python waits for it when it ends
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Wait for the write in the background, if there is one, and raise its error if it failed."""
+        if self._writing is not None:
+            self._writing.join()
+        self._writing = None
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the error of a write in the background that has failed. Does not wait."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def lock(self) -> None:
+        """Keep every other job out until `unlock`, or until this process ends, however it ends.
+
+        Waits up to 30 s for a job that holds the folder. Raises CheckpointError naming it then.
+        """
+        path, deadline = self.folder / _LOCK, time.monotonic() + _LOCK_WAIT
+        while self._lock is None:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which workers that outlive this process inherit
+                if _is_still(path, file):
+                    os.truncate(file, 0)
+                    os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                    self._lock = file
+                    return
+            except OSError as error:
+                holder = os.read(file, 200).decode(errors="replace")
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    _log.warning("%s cannot be locked (%s): make sure that no other job writes there", self.folder, error)
+                    os.close(file)
+                    return
+                if time.monotonic() > deadline:
+                    os.close(file)
+                    raise CheckpointError(
+                        f"{self.folder} is in use by another job ({holder}): end that one, or give this one another folder"
+                    ) from None
+            os.close(file)
+            time.sleep(0.05)
+
+    def unlock(self) -> None:
+        """Let other jobs in."""
+        if self._lock is not None:
+            with suppress(OSError):  # the folder itself may be gone
+                (self.folder / _LOCK).unlink()
+            os.close(self._lock)
+            self._lock = None
+
+    def sweep(self) -> None:
+        """Remove what a killed run has left unfinished. Only the run that has locked the folder may do so."""
+        for path in self.folder.glob(f"*.pt{UNFINISHED}"):
+            path.unlink(missing_ok=True)
+
+
+def find(resume_from: str | Path) -> dict[str, Any] | None:
+    """What to resume from: a file's content, or that of the newest whole one in a folder; None for an empty or missing folder.
+
+    Raises TypeError or ValueError for what is no path, FileNotFoundError for a file that does not exist, CheckpointError for
+    what cannot be used.
+    """
+    if not isinstance(resume_from, (str, os.PathLike)):
+        raise TypeError(f"resume_from must be the path of a checkpoint or of a folder of them; found {resume_from!r}")
+    if not os.fspath(resume_from):
+        raise ValueError("resume_from is an empty text: name a checkpoint or a folder of them, or pass None to start afresh")
+    path = Path(resume_from)
+    if path.is_file():
+        return checkpoint.read(path)
+    if path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir():
+        raise FileNotFoundError(f"resume_from={str(path)!r} does not exist: name a checkpoint file, or a folder of them")
+    return CheckpointFolder(path).newest()
+
+
+def _is_still(path: Path, file: int) -> bool:
+    """Whether `path` is the open `file`, and not one that was made after another job removed that."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
