@@ -107,11 +107,17 @@ CLOSED = {
     "randomness": set(),
     "checksum": set(),
     "checkpoint": set(),
-    "world": {"launch", "parcel", "zeros"},
+    "wrapper": set(),
+    "roll_call": {"launch"},
+    "host_copy": set(),
+    "signals": set(),
+    "world": {"launch", "parcel", "roll_call", "wrapper"},
     "metrics": {"world"},
     "callback": {"state"},
     "order": {"plan", "randomness"},
-    "data": {"plan", "order", "randomness"},
+    "workers": {"randomness"},
+    "data": {"plan", "order", "randomness", "workers"},
+    "folder": {"checkpoint", "host_copy"},
 }
 
 

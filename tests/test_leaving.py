@@ -395,7 +395,9 @@ def test_an_error_on_rank_0_alone_is_the_recorded_cause_and_ends_the_other(ranks
     folder = tmp_path / "files"
 
     def fit() -> None:
-        callbacks = [FailingHook()] if what == "hook" else [Vanishing(folder), Checkpoint(folder, every_steps=1)]
+        callbacks = (
+            [FailingHook()] if what == "hook" else [Vanishing(folder), Checkpoint(folder, every_steps=1, async_write=False)]
+        )
         World.from_env(timeout=timedelta(seconds=60))
         toy_trainer(16, callbacks=callbacks, batch_size=2).fit()
 

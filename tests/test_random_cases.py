@@ -23,6 +23,7 @@ from trainer.order import Permutation
 from trainer.plan import Plan
 
 TOLERANCE = 1e-12  # relative
+LIMIT = 30  # seconds for an example, which needs one or less
 
 
 def cases(max_examples: int) -> settings:
@@ -129,7 +130,7 @@ def test_any_split_gives_the_weights_of_a_plain_loop(ranks: Ranks, shape: Shape,
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    found = ranks(world_size, run)
+    found = ranks(world_size, run, timeout=LIMIT)
     assert found[0][0] == pytest.approx(losses, rel=TOLERANCE)
     for _, values in found:
         assert_equal_weights(values, weights(model))
@@ -154,7 +155,7 @@ def test_every_sample_is_evaluated_once(ranks: Ranks, values: list[float], batch
         trainer = Watching(model, SGD(model.parameters(), lr=1.0), config=TrainerConfig(eval_batch_size=batch))
         return trainer.evaluate(Numbers(values)), seen
 
-    found = ranks(world_size, run)
+    found = ranks(world_size, run, timeout=LIMIT)
     for rank, (metrics, own) in enumerate(found):
         assert metrics == found[0][0]
         assert own == values[rank::world_size]
@@ -217,7 +218,7 @@ def test_losses_over_items_give_the_weights_of_whole_windows(
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
-    for found in ranks(world_size, run):
+    for found in ranks(world_size, run, timeout=LIMIT):
         assert_equal_weights(found, weights(model))
 
 
@@ -308,7 +309,7 @@ def watched(data: Stream, workers: int, config: dict[str, Any]) -> Callable[[], 
 @example(shape=Shape(23, 5, 2, True), world_size=3, workers=1)
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
 def test_every_item_of_a_stream_is_trained_on_once(ranks: Ranks, shape: Shape, world_size: int, workers: int) -> None:
-    found = ranks(world_size, watched(Stream(shape.samples), workers, shape.config))
+    found = ranks(world_size, watched(Stream(shape.samples), workers, shape.config), timeout=LIMIT)
     counted = Counter(number for seen, *_ in found for number in seen)
     assert counted == dict.fromkeys(range(shape.kept), shape.epochs)
     steps = len(shape.windows) * shape.epochs
@@ -328,7 +329,7 @@ def test_every_item_of_a_stream_that_shards_itself_is_trained_on_once(
     assume(sum(lengths) > 0)
     share = batch * accumulation
     config = {"batch_size": batch, "accumulation_steps": accumulation, "epochs": 2, "log_every": 1}
-    found = ranks(len(lengths), watched(ShardedStream(lengths), 0, config))
+    found = ranks(len(lengths), watched(ShardedStream(lengths), 0, config), timeout=LIMIT)
     steps = -(-max(lengths) // share)
     windows = [
         [number for shard in shards(lengths) for number in shard[step * share : (step + 1) * share]] for step in range(steps)

@@ -383,7 +383,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "set_device", self.note("set_device"))
         monkeypatch.setattr(dist, "init_process_group", self.note("init_process_group"))
         monkeypatch.setattr(dist, "barrier", self.note("barrier"))
-        monkeypatch.setattr("trainer.world.DistributedDataParallel", self.wrap)
+        monkeypatch.setattr("trainer.wrapper.DistributedDataParallel", self.wrap)
 
     def note(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import torch
 
+from . import checkpoint
+from .signals import Signals
 from .world import World
 
 _PERIOD = 2.0  # seconds within which a wish is heard, where reports are further apart
+_RECENT = 100  # steps
+_SLACK, _LATEST = 5.0, 25.0  # seconds; torchrun kills what has not left 30 s after its signal
 
 
 class StopAgreement:
@@ -19,19 +24,27 @@ class StopAgreement:
     because the ranks' own clocks differ. In a world of one process there is no message.
     """
 
-    def __init__(self, world: World, log_every: int) -> None:
+    def __init__(self, world: World, log_every: int, max_minutes: float | None) -> None:
         self._world = world
         self._log_every = log_every
+        self._max_minutes = max_minutes
+        self._signals = Signals(self.ask, self._seconds_to_leave)
         self._is_open = False
 
     def open(self, step: int) -> None:
-        """Start listening to wishes, after `step` steps."""
+        """Start listening to wishes, and to signals, after `step` steps."""
         self._is_open = True
         self._wish: str | None = None
         self._last_step, self._last_time = step, time.monotonic()
         self._next_step = step + 1
+        self._started = self._settled = self._last_time
+        self._steps: deque[float] = deque(maxlen=_RECENT)
+        self._saving = 0.0
+        self._signals.open()
 
     def close(self) -> None:
+        """Stop listening. A second call does nothing."""
+        self._signals.close()
         self._is_open = False
 
     def ask(self, reason: str) -> None:
@@ -45,20 +58,31 @@ class StopAgreement:
 
     def settle(self, step: int, due: bool) -> str | None:
         """Called on every rank after each step: the reason to stop now, the same on all ranks; of several the lowest rank's."""
+        now = time.monotonic()
+        self._steps.append(now - self._settled)
+        self._settled = now
+        if self._max_minutes is not None and self._world.is_main and now - self._started >= 60 * self._max_minutes:
+            self.ask(f"max_minutes={self._max_minutes:g} have passed")
         if self._world.size == 1:
             return self._wish
         if not due and step < self._next_step:
             return None
-        wishes, interval = self._world.sum(self._message(step)).tolist()
+        wishes, interval, self._saving = self._world.sum(self._message(step)).tolist()
         self._last_step, self._last_time = step, time.monotonic()
         self._next_step = step + int(interval)
+        self._world.hurry()
         if not wishes:
             return None
         return next(reason for reason in self._world.gather(self._wish) if reason is not None)
 
+    def _seconds_to_leave(self) -> float:
+        """How long a wish may take to be fulfilled: the longest recent step, a save, and some slack."""
+        saving = checkpoint.last_write.seconds if self._world.is_main else self._saving
+        return min(max(self._steps, default=0.0) + saving + _SLACK, _LATEST)
+
     def _message(self, step: int) -> torch.Tensor:
-        """How many ranks wish to stop, and (from rank 0 alone) the steps to the next message."""
+        """How many ranks wish to stop; from rank 0 alone, the steps to the next message and how long its last save took."""
         pace = (time.monotonic() - self._last_time) / max(step - self._last_step, 1)
         interval = max(1, min(self._log_every, int(_PERIOD / max(pace, 1e-9))))
-        values = [float(self._wish is not None), float(interval) if self._world.is_main else 0.0]
-        return torch.tensor(values, dtype=torch.float64, device=self._world.device)
+        from_main = [float(interval), checkpoint.last_write.seconds] if self._world.is_main else [0.0, 0.0]
+        return torch.tensor([float(self._wish is not None), *from_main], dtype=torch.float64, device=self._world.device)

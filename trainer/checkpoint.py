@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
@@ -23,6 +24,15 @@ UNFINISHED = ".tmp"
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)  # no bytes: b"" is not loaded
 
 
+class LastWrite:
+    """How long the last write of this process took."""
+
+    seconds = 0.0
+
+
+last_write = LastWrite()
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint file that cannot be used: the message names the file and what is wrong with it."""
 
@@ -33,6 +43,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     Raises TypeError as `check_plain` does, and OSError naming the path and the space that is left where the system refuses.
     """
     check_plain(content)
+    started = time.monotonic()
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         with open(unfinished, "wb") as file:
@@ -54,6 +65,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+    last_write.seconds = time.monotonic() - started
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
-import re
 import warnings
 from collections.abc import Mapping
 from numbers import Real
@@ -24,9 +23,6 @@ from .plan import Plan
 from .world import World
 
 NO_LOSS_FN = "the default training_step needs loss_fn: pass loss_fn=... to DDPTrainer, or override training_step"
-
-
-_HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
 
 
 def check_model(model: Any, optimizer: Any) -> None:
@@ -105,23 +101,6 @@ def check_some(window: Any) -> None:
     """ValueError for an epoch of a stream in which nothing came."""
     if window is None:
         raise ValueError("train_data, an IterableDataset, gave nothing to train on in this epoch: it is empty, or used up")
-
-
-def with_advice(error: BaseException, config: TrainerConfig) -> BaseException:
-    """`error`, or where more can be said than torch does, one of the same type that also says what to change."""
-    if isinstance(error, AttributeError) and (hidden := _HIDDEN.search(str(error))):
-        return AttributeError(
-            f"the model that training_step is given may be wrapped in DistributedDataParallel, which hides {hidden[1]!r}: write "
-            f"self.model.{hidden[1]} (but compute the loss from model(...), the argument)"
-        )
-    out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-    if not out_of_memory or not isinstance(error, RuntimeError):
-        return error
-    size = f"global_batch_size={config.global_batch_size}" if config.global_batch_size else "the global batch"
-    return type(error)(
-        f"{error}\nout of memory with batch_size={config.batch_size}: halve it and keep {size} (set global_batch_size), and the "
-        "curve stays the same"
-    )
 
 
 def named_sets(data: Any, argument: str) -> dict[str, Dataset[Any]]:

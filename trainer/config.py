@@ -24,6 +24,8 @@ class TrainerConfig:
     """Passes over the data, 1 or more. None: 1, or no limit when `max_steps` is given. With both, whichever comes first."""
     max_steps: int | None = None
     """Optimizer steps after which the run ends, 1 or more."""
+    max_minutes: float | None = None
+    """Minutes of `fit` after which the run ends, at the next step on which the ranks agree on stopping; above 0."""
     batch_size: int = 32
     """Samples per rank and micro-batch: the memory knob."""
     accumulation_steps: int = 1
@@ -81,12 +83,8 @@ class TrainerConfig:
         self._check_choice("precision", get_args(Precision))
         self._check_choice("on_nonfinite", get_args(OnNonfinite))
         self._check_choice("gradient_compression", (*get_args(Compression), None))
-        if self.max_grad_norm is not None:
-            if isinstance(self.max_grad_norm, bool) or not isinstance(self.max_grad_norm, (int, float)):
-                kind = type(self.max_grad_norm).__name__
-                raise TypeError(f"max_grad_norm must be a Python number above 0 or None; found {self.max_grad_norm!r} ({kind})")
-            if not self.max_grad_norm > 0:
-                raise ValueError(f"max_grad_norm must be above 0 (None switches clipping off); found {self.max_grad_norm!r}")
+        self._check_positive("max_grad_norm", "None switches clipping off")
+        self._check_positive("max_minutes", "None sets no limit")
         if self.global_batch_size is not None and self.accumulation_steps != 1:
             raise ValueError(
                 f"global_batch_size={self.global_batch_size} and accumulation_steps={self.accumulation_steps} exclude each "
@@ -128,6 +126,15 @@ class TrainerConfig:
             raise TypeError(f"{name} must be {words}; found {value!r} ({type(value).__name__})")
         if value < least:
             raise ValueError(f"{name} must be {least} or more{' (or None)' if optional else ''}; found {value}")
+
+    def _check_positive(self, name: str, words: str) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{name} must be a Python number above 0 or None; found {value!r} ({type(value).__name__})")
+        if not value > 0:
+            raise ValueError(f"{name} must be above 0 ({words}); found {value!r}")
 
     def _check_type(self, name: str, expected: type, words: str) -> None:
         value = getattr(self, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, StackDataset, Subset,
 
 from .order import Order
 from .randomness import mix, seed_generators
+from .workers import loader_options
 
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn"),
@@ -40,7 +40,7 @@ class Loader:
     """
 
     def __init__(self, dataset: Dataset[Any], options: Mapping[str, Any], seed: int | None, purpose: int) -> None:
-        options = {"generator": loader_generator(seed), **options}
+        options = loader_options(options, seed)
         source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose)
         self._asked = _Requests()
         self._loader: DataLoader[Any] = DataLoader(source, batch_size=None, sampler=self._asked, collate_fn=unchanged, **options)
@@ -109,11 +109,6 @@ def _answers_batches(dataset: Any) -> bool:
 def unchanged(batch: Any) -> Any:
     """A `collate_fn` for what is collated already."""
     return batch
-
-
-def loader_generator(seed: int | None) -> torch.Generator:
-    """What a DataLoader draws its workers' base seed from, in place of torch's default generator."""
-    return torch.Generator().manual_seed(secrets.randbits(63) if seed is None else mix(seed) >> 1)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -18,6 +18,7 @@ from .agreement import StopAgreement
 from .callback import Callback, Dispatcher
 from .config import TrainerConfig
 from .evaluation import Parts, evaluate, predict
+from .failure import explained
 from .metrics import as_mapping
 from .plan import Window
 from .precision import Precision
@@ -119,7 +120,7 @@ class DDPTrainer(Steps):
         self._precision = Precision(self.config.precision, self.world.device, self.config.scaler_options)
         self._replica.check_windows(self._train.window_sizes)
         self._parts = Parts(self._replica, self._precision)
-        self._agreement = StopAgreement(self.world, self.config.log_every)
+        self._agreement = StopAgreement(self.world, self.config.log_every, self.config.max_minutes)
         checks.agree(self.world, self.model, self._train.samples, self.eval_sets, self.config)
         self._replica.align()
 
@@ -142,8 +143,9 @@ class DDPTrainer(Steps):
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
         except BaseException as raised:
-            error = checks.with_advice(raised, self.config)
-            self._hooks.on_exception(self, error)  # first: torchrun may end this process at any moment
+            error = explained(raised, self)
+            self._hooks.on_exception(self, error)
+            self._agreement.close()  # from here on torchrun may end this process at once
             self.world.record_failure(error)
             if error is raised:
                 raise
@@ -196,7 +198,7 @@ class DDPTrainer(Steps):
     # ------------------------------------------------------------------------- local, no communication: usable in hooks
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to leave `fit` together. Any rank may ask; outside `fit` it does nothing.
+        """Ask all ranks to leave `fit` together. Any rank may ask; outside `fit` it does nothing. SIGTERM and SIGUSR1 ask too.
 
         They leave after the same step, at which they next agree: within ``log_every`` steps or about two seconds.
         """

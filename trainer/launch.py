@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -50,6 +54,16 @@ class Launch:
 def local_rank_in(environment: Mapping[str, str]) -> int | None:
     """LOCAL_RANK as a number, None where it is not set."""
     return _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else None
+
+
+def end_with_parent(environment: Mapping[str, str]) -> None:
+    """Under torchrun on Linux: let the system end this process when the agent that started it has gone, however it went."""
+    if "TORCHELASTIC_RUN_ID" not in environment or sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it went just before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def choose_device(asked: str | None, local_rank: int | None) -> torch.device:

@@ -11,9 +11,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as _worker
 
-from .data import NO_EPOCH, loader_generator, unchanged
+from .data import NO_EPOCH, unchanged
 from .plan import Window, chunks
 from .randomness import mix, seed_generators
+from .workers import loader_options
 
 Batches = tuple[Window, list[Any]]
 """A window, and this rank's micro-batches of it."""
@@ -51,7 +52,7 @@ class Stream:
         purpose: int,
         add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        options = {"generator": loader_generator(seed), **options}
+        options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
         self._source = _Reader(dataset, collate, cut, seed, purpose)
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
@@ -147,7 +148,7 @@ class ShardedStream:
         purpose: int,
         add_up: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        options = {"generator": loader_generator(seed), **options}
+        options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
         self._cut = cut
         self._add_up = add_up

@@ -25,14 +25,16 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from .launch import Launch, agree_on_key, choose_device, local_rank_in
+from . import wrapper
+from .launch import Launch, agree_on_key, choose_device, end_with_parent, local_rank_in
 from .parcel import pack, sendable, unpack
-from .zeros import Zeros
+from .roll_call import RollCall
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for a rank that does not come, unless `World.from_env` is told otherwise."""
+TIMEOUT, FIRST_TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
+"""How long a collective waits for a rank that does not come, unless `World.from_env` is told otherwise; the second one until
+a first training step is over: downloads, compilation and cold file systems make the start slow."""
 
 
 class World:
@@ -65,6 +67,8 @@ class World:
         self.failed = False
         """Set once an error is on its way out of here: from then on nothing communicates."""
         self._owns_group = owns_group
+        self.roll_call = _roll_calls[0] if owns_group and _roll_calls else None
+        self._hurries = False
         self._process = os.getpid()
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -74,7 +78,9 @@ class World:
 
         Returns the open world if there is one; uses, and leaves alone, a process group that is open already. `device`: "cpu",
         "cuda", ... (default: a GPU if torch sees one). `timeout`: how long a collective waits for a missing rank before it
-        raises (default 10 minutes).
+        raises (default: 30 minutes until the end of a first training step, 10 minutes from then on).
+
+        Under torchrun, the process ends as soon as its agent has gone (on Linux): no orphan trains on.
 
         Raises RuntimeError for a partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that
         is not there, and when an open world or group does not fit `device`.
@@ -86,10 +92,12 @@ class World:
             world = cls(launch, _device_of_open_group(device, launch.local_rank), owns_group=False)
         else:
             launch = Launch.from_environment(os.environ)
+            end_with_parent(os.environ)
             chosen = choose_device(device, launch.local_rank)
             if launch.size > 1:
-                _open_group(launch, chosen, timeout or DEFAULT_TIMEOUT)
+                _open_group(launch, chosen, timeout or FIRST_TIMEOUT)
             world = cls(launch, chosen, owns_group=launch.size > 1)
+            world._hurries = launch.size > 1 and timeout is None
         cls._open = world
         return world
 
@@ -202,16 +210,8 @@ class World:
         self.outside_hook("World.wrap")
         if self.size == 1:
             return model
-        device_ids = [self.device.index] if self.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, **ddp_options)
+        wrapped = wrapper.settled(model, self.device, ddp_options)
         self._wrappers.add(wrapped)
-        # DDP lays its buckets out anew after its first backward, and a ring all-reduce rounds differently by position in the
-        # bucket: without this, the first step after a resume would round unlike the uninterrupted run's.
-        gradients = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad()
-        self.backward_zeros(wrapped)
-        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-            parameter.grad = gradient
         return wrapped
 
     def compress(self, wrapped: nn.Module, kind: str) -> None:
@@ -221,15 +221,8 @@ class World:
 
     def backward_zeros(self, wrapped: nn.Module) -> None:
         """Take part in one reduction of the gradients with zeros, running no code of the model's."""
-        if self.size == 1:
-            return
-        assert isinstance(wrapped, DistributedDataParallel)
-        model, wrapped.module = wrapped.module, Zeros(wrapped.module)
-        kept, wrapped.require_forward_param_sync = wrapped.require_forward_param_sync, False  # buffers stay as they are
-        try:
-            wrapped().backward()
-        finally:
-            wrapped.module, wrapped.require_forward_param_sync = model, kept
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapper.backward_zeros(wrapped)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in few large messages. They must have equal shapes and dtypes on every rank."""
@@ -237,6 +230,12 @@ class World:
         if self.size > 1 and tensors:
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, [tensor.data for tensor in tensors], 250 << 20, 0)  # type: ignore[attr-defined]
+
+    def hurry(self) -> None:
+        """From now on a collective waits for 10 minutes only, unless `from_env` was given a time. Called on every rank."""
+        if self._hurries:
+            _set_timeout(TIMEOUT)
+            self._hurries = False
 
     def close(self) -> None:
         """Let go of every wrapper, then of the process group if `from_env` opened it. A second call does nothing.
@@ -247,11 +246,8 @@ class World:
         if World._opened_here() is not self:
             return
         World._open = None
-        # A wrapper that is still alive when the interpreter ends can abort the process, whether its group was destroyed or
-        # not; what it holds of the group goes first.
-        for wrapper in list(self._wrappers):
-            for name in ("reducer", "logger", "process_group", "device_mesh"):
-                wrapper.__dict__.pop(name, None)
+        for wrapped in list(self._wrappers):
+            wrapper.let_go(wrapped)
         gc.collect()
         if self._owns_group and not self.failed and dist.is_initialized():
             dist.destroy_process_group()
@@ -265,15 +261,20 @@ class World:
                 "hooks, or override a method of DDPTrainer that runs on every rank"
             )
 
+    @staticmethod
+    def is_consequence(error: BaseException) -> bool:
+        """Whether a collective failed: because another rank has gone, or did not come in time."""
+        return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
         self.failed = True
+        if self.roll_call is not None:
+            self.roll_call.say_failing()
         if "TORCHELASTIC_ERROR_FILE" not in os.environ:
             return
-        # A collective that fails because another rank has gone is a consequence, never the cause. torchrun compares whole
-        # seconds, so such a rank holds back until the agent has seen the other.
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-            time.sleep(2)
+        if self.is_consequence(error):
+            time.sleep(2)  # never the cause. torchrun compares whole seconds: the agent must have seen the other rank first
         try:
             raise error
         except BaseException:  # the handler writes down the traceback of what is being handled
@@ -326,10 +327,14 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, i
     if address not in _stores:
         _stores[address] = next(torch_rendezvous("env://", timeout=timeout))
     store, rank, size = _stores[address]
-    yield dist.PrefixStore(agree_on_key(store, rank, size, timeout), store), rank, size  # type: ignore[attr-defined]
+    store = dist.PrefixStore(agree_on_key(store, rank, size, timeout), store)  # type: ignore[attr-defined]
+    _roll_calls[:] = [RollCall(store, rank, size)]
+    yield store, rank, size
 
 
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before torch 2.14
 _URL = "ddp-trainer://"
+_roll_calls: list[RollCall] = []  # that of the newest opening
 _stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
 register_rendezvous_handler("ddp-trainer", _rendezvous)  # type: ignore[no-untyped-call]
 

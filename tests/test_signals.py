@@ -1,0 +1,290 @@
+"""SIGTERM and SIGUSR1: all ranks leave after the same step with one checkpoint of it, or hard when that takes too long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from callbacks import Checkpoint
+from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, toy_trainer
+from trainer import Callback, CheckpointFolder, DDPTrainer, World
+
+SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
+STEPS = 200
+
+
+class Signalled(DDPTrainer):
+    """Sends itself signals in step 3, on the ranks told; steps take 20 ms."""
+
+    ranks: tuple[int, ...] = ()
+    number = signal.SIGTERM
+    group = False
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.state.step == 2 and self.world.rank in self.ranks:
+            self.ranks = ()
+            os.killpg(0, self.number) if self.group else os.kill(os.getpid(), self.number)
+        time.sleep(0.02)
+        loss: Tensor = model(batch[0]).mean()
+        return loss
+
+
+class Slow(Numbers):
+    """A dataset whose workers are at work most of the time."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def run(folder: Path, ranks: tuple[int, ...], number: int, workers: int = 0, group: bool = False) -> tuple[int, str | None]:
+    if group:
+        os.setpgid(0, 0)
+    model = Toy()
+    world = World.from_env()
+    trainer = Signalled(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        Slow(STEPS * world.size),
+        loss_fn=lambda outputs, targets: outputs.mean(),
+        loader_options={"num_workers": workers},
+        config=toy_trainer(1, batch_size=1, log_every=4).config,
+        callbacks=[Checkpoint(folder)],
+        world=world,
+    )
+    trainer.ranks, trainer.number, trainer.group = ranks, signal.Signals(number), group
+    state = trainer.fit()
+    return state.step, state.stop_reason
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)])
+def test_all_ranks_leave_after_the_same_step_with_one_checkpoint_of_it(
+    ranks: Ranks, tmp_path: Path, told: tuple[int, ...], number: int
+) -> None:
+    """G-06: at the next report, whichever ranks it came to."""
+    reason = f"received {signal.Signals(number).name}"
+    assert ranks(2, run, tmp_path, told, number) == [(4, reason)] * 2
+    assert list(CheckpointFolder(tmp_path).steps()) == [4]
+    newest = CheckpointFolder(tmp_path).newest()
+    assert newest is not None
+    assert newest["state"]["stop_reason"] == reason
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_one_process_leaves_after_the_step_in_which_it_came(ranks: Ranks, tmp_path: Path, number: int) -> None:
+    assert ranks(1, run, tmp_path, (0,), number) == [(3, f"received {signal.Signals(number).name}")]
+
+
+@pytest.mark.parametrize("number", [*SIGNALS, signal.SIGINT])
+def test_workers_outlive_a_signal_to_the_whole_group(ranks: Ranks, tmp_path: Path, number: int) -> None:
+    """M-9: else the process dies of its workers before it sees its own signal. Nothing is said at the end either."""
+    (outcome,) = ranks.outcomes(1, run, tmp_path, (0,), number, 2, True)
+    if number == signal.SIGINT:
+        assert outcome.error == "KeyboardInterrupt"
+    else:
+        assert outcome.value == (3, f"received {signal.Signals(number).name}")
+    assert "worker" not in outcome.stderr
+
+
+def test_workers_are_gone_with_their_process_after_an_error(ranks: Ranks, tmp_path: Path) -> None:
+    """Even one that is in the middle of something, and although the error's traceback holds the loader."""
+
+    class Stuck(Numbers):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            (tmp_path / str(os.getpid())).touch()
+            if index > 0:
+                time.sleep(1000)
+            return super().__getitem__(index)
+
+    class Failing(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            raise ArithmeticError
+
+    def fit() -> None:
+        model = Toy()
+        Failing(
+            model, torch.optim.SGD(model.parameters()), Stuck(9), loader_options={"num_workers": 2}, config=toy_trainer(1).config
+        )
+        options = {"num_workers": 2, "prefetch_factor": 1}
+        config = toy_trainer(1, batch_size=1).config
+        Failing(model, torch.optim.SGD(model.parameters()), Stuck(9), loader_options=options, config=config).fit()
+
+    (outcome,) = ranks.outcomes(1, fit, timeout=30)
+    assert outcome.error == "ArithmeticError"
+    assert outcome.seconds < 12  # the loader itself waits five seconds
+    workers = [int(path.name) for path in tmp_path.iterdir()]
+    assert workers
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+class Once(Callback):
+    """Does something in step 2."""
+
+    def __init__(self, action: Any) -> None:
+        self.action = action
+
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        if trainer.state.step == 2:
+            self.action()
+
+
+def signal_oneself(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_users_handler_runs_too_and_is_put_back(ranks: Ranks, number: int) -> None:
+    def fit() -> tuple[int, list[int], bool]:
+        called: list[int] = []
+        signal.signal(number, handler := lambda number, frame: called.append(number))
+        step = toy_trainer(9, batch_size=1, callbacks=[Once(lambda: signal_oneself(number))]).fit().step
+        return step, called, signal.getsignal(number) is handler
+
+    assert ranks(1, fit) == [(2, [number], True)]
+
+
+def test_a_handler_that_is_installed_during_the_run_stays(ranks: Ranks) -> None:
+    def fit() -> bool:
+        handler = lambda number, frame: None  # noqa: E731
+        toy_trainer(9, batch_size=1, callbacks=[Once(lambda: signal.signal(signal.SIGTERM, handler))]).fit()
+        return signal.getsignal(signal.SIGTERM) is handler
+
+    assert ranks(1, fit) == [True]
+
+
+def test_a_signal_that_the_user_ignores_stays_ignored(ranks: Ranks) -> None:
+    def fit() -> tuple[int, bool]:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        step = toy_trainer(9, batch_size=1, callbacks=[Once(lambda: signal_oneself(signal.SIGUSR1))]).fit().step
+        return step, signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+    assert ranks(1, fit) == [(9, True)]
+
+
+def test_who_else_is_woken_by_signals_still_is(ranks: Ranks) -> None:
+    """As asyncio is, by `signal.set_wakeup_fd`."""
+
+    def fit() -> tuple[bytes, bool]:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        os.set_blocking(reading, False)
+        signal.set_wakeup_fd(writing)
+        toy_trainer(9, batch_size=1, callbacks=[Once(lambda: signal_oneself(signal.SIGTERM))]).fit()
+        return os.read(reading, 9), signal.set_wakeup_fd(-1) == writing
+
+    assert ranks(1, fit) == [(bytes([signal.SIGTERM]), True)]
+
+
+def test_a_process_forked_during_the_run_has_the_users_handlers_and_wakes_nobody(ranks: Ranks) -> None:
+    def child() -> None:
+        pid = os.fork()
+        if pid == 0:
+            fine = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
+            if not fine:
+                os._exit(1)
+            signal_oneself(signal.SIGTERM)
+        assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+
+    assert ranks(1, lambda: toy_trainer(9, batch_size=1, callbacks=[Once(child)]).fit().step) == [9]
+
+
+def test_outside_the_main_thread_a_run_goes_without_signals(ranks: Ranks) -> None:
+    def fit() -> list[int]:
+        steps: list[int] = []
+        thread = threading.Thread(target=lambda: steps.append(toy_trainer(9, batch_size=1).fit().step))
+        thread.start()
+        thread.join()
+        return steps
+
+    assert ranks(1, fit) == [[9]]
+
+
+class Hanging(DDPTrainer):
+    """Waits for ever in step 3, in one call into C, where no Python handler runs."""
+
+    signals = 1
+
+    def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.state.step == 2:
+            script = f"import os, time\nfor _ in range({self.signals}): os.kill({os.getpid()}, 15); time.sleep(1.5)"
+            subprocess.Popen([sys.executable, "-c", script])
+            lock = threading.Lock()
+            lock.acquire()
+            while True:
+                lock.acquire()
+        loss: Tensor = model(batch[0]).mean()
+        return loss
+
+
+def hang(folder: Path, signals: int, slack: float) -> None:
+    from trainer import agreement
+
+    agreement._SLACK = slack
+    trainer = toy_trainer(9, kind=Hanging, batch_size=1, callbacks=[Checkpoint(folder, every_steps=1)])
+    assert isinstance(trainer, Hanging)
+    trainer.signals = signals
+    trainer.fit()
+
+
+def left_hard(outcome: Outcome, words: str) -> bool:
+    return outcome.exit_code == 143 and words in outcome.stderr
+
+
+def test_a_step_that_never_ends_is_left_hard_at_the_deadline(ranks: Ranks, tmp_path: Path) -> None:
+    """M-6, M-18; the checkpoints before are whole."""
+    (outcome,) = ranks.outcomes(1, hang, tmp_path, 1, 1.0, timeout=30)
+    assert left_hard(outcome, "leaves after a signal to stop: its steps did not end within 1.")
+    assert outcome.seconds < 15
+    assert list(CheckpointFolder(tmp_path).steps()) == [1, 2]
+    assert CheckpointFolder(tmp_path).newest() is not None
+
+
+def test_a_second_signal_acts_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    (outcome,) = ranks.outcomes(1, hang, tmp_path, 2, 25.0, timeout=30)
+    assert left_hard(outcome, "leaves after a signal to stop: another one came")
+    assert outcome.seconds < 15
+
+
+@pytest.mark.parametrize(("world_size", "minutes"), [(1, 0.005), (2, 0.005)])
+def test_max_minutes_ends_the_run_on_all_ranks(ranks: Ranks, tmp_path: Path, world_size: int, minutes: float) -> None:
+    def fit() -> tuple[int, str | None]:
+        trainer = toy_trainer(
+            STEPS * world_size, kind=Signalled, batch_size=1, max_minutes=minutes, callbacks=[Checkpoint(tmp_path)], log_every=3
+        )
+        state = trainer.fit()
+        return state.step, state.stop_reason
+
+    results = ranks(world_size, fit)
+    step, reason = results[0]
+    assert results == [(step, reason)] * world_size
+    assert 3 <= step <= 60
+    assert reason == f"max_minutes={minutes:g} have passed"
+    assert list(CheckpointFolder(tmp_path).steps()) == [step]
+
+
+@pytest.mark.parametrize(("minutes", "error"), [("1", TypeError), (True, TypeError), (0, ValueError), (-2.5, ValueError)])
+def test_minutes_out_of_range_are_refused(minutes: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="max_minutes must be"):
+        toy_trainer(1, max_minutes=minutes)
+
+
+def test_a_finished_run_was_not_stopped(ranks: Ranks) -> None:
+    """The signal comes in the last step."""
+    recorder = Recorder()
+
+    def fit() -> str | None:
+        return toy_trainer(2, batch_size=1, callbacks=[Once(lambda: signal_oneself(signal.SIGTERM)), recorder]).fit().stop_reason
+
+    assert ranks(1, fit) == [None]

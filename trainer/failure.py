@@ -1,0 +1,64 @@
+"""What to say of an error that ends a run, beside what its author said."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import TYPE_CHECKING
+
+import torch
+
+from .config import TrainerConfig
+
+if TYPE_CHECKING:
+    from .ddp_trainer import DDPTrainer
+
+_HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
+_PHASES = {  # by the function of the trainer that was running, innermost first
+    "evaluate": "in an evaluation",
+    "reduce": "in a report",
+    "settle": "agreeing on stopping",
+    "refresh": "setting up the model's wrapper",
+    "_step": "in a training step",
+    "_begin": "setting up",
+}
+
+
+def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
+    """`error`, or where more can be said than that, one of the same type that also says it. Called once, as `fit` ends."""
+    text = None
+    if trainer.world.is_consequence(error):
+        text = _of_others(error, trainer)
+    elif isinstance(error, AttributeError):
+        text = _of_hidden_attribute(error)
+    elif isinstance(error, RuntimeError):
+        text = _of_memory(error, trainer.config)
+    return error if text is None else type(error)(text)
+
+
+def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
+    """This rank's own part is only that it waited."""
+    absent = [] if trainer.world.roll_call is None else trainer.world.roll_call.absent()
+    names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
+    whose = f"rank {', '.join(map(str, absent))} did not answer: it hangs, is slow, or was killed" if absent else "others failed"
+    return f"{error}\nrank {trainer.world.rank} was waiting {phase}, after step {trainer.state.step}; {whose}"
+
+
+def _of_hidden_attribute(error: AttributeError) -> str | None:
+    if (hidden := _HIDDEN.search(str(error))) is None:
+        return None
+    return (
+        f"the model that training_step is given may be wrapped in DistributedDataParallel, which hides {hidden[1]!r}: write "
+        f"self.model.{hidden[1]} (but compute the loss from model(...), the argument)"
+    )
+
+
+def _of_memory(error: RuntimeError, config: TrainerConfig) -> str | None:
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        return None
+    size = f"global_batch_size={config.global_batch_size}" if config.global_batch_size else "the global batch"
+    return (
+        f"{error}\nout of memory with batch_size={config.batch_size}: halve it and keep {size} (set global_batch_size), and the "
+        "curve stays the same"
+    )

@@ -1,0 +1,104 @@
+"""SIGTERM and SIGUSR1 while `fit` runs: a wish to stop, with a deadline after which the process leaves hard."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any, ClassVar
+
+HANDLED = (signal.SIGTERM, signal.SIGUSR1)
+_ECHO = 1.0  # seconds: within these a second signal is the same one, sent to the group and passed on by torchrun
+_END = 0  # no signal has this number
+
+
+class Signals:
+    """While open, a signal asks to stop; handlers that the user has installed run too, and are put back by `close`.
+
+    Python runs a handler between two lines of the main thread only, which may sit in a collective that never ends. So a thread
+    is told of each signal by the system, and ends the process `seconds()` after the first, or at a second one. Outside the main
+    thread, where Python takes no handlers, nothing is installed; a signal that the user ignores stays ignored.
+    """
+
+    _open: ClassVar[Signals | None] = None
+
+    def __init__(self, ask: Callable[[str], None], seconds: Callable[[], float]) -> None:
+        self._ask = ask
+        self._seconds = seconds
+
+    def open(self) -> None:
+        if threading.current_thread() is not threading.main_thread() or Signals._open is not None:
+            return
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._users: dict[int, Any] = {}
+        for number in HANDLED:
+            handler = signal.getsignal(number)
+            if handler is not signal.SIG_IGN and handler is not None:  # None: not from Python
+                self._users[number] = handler
+                signal.signal(number, self._handle)
+        Signals._open = self
+        self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Put everything back. A second call does nothing."""
+        if Signals._open is not self:
+            return
+        self._put_back()
+        os.write(self._writing, bytes([_END]))
+        self._watcher.join()
+        os.close(self._reading)
+        os.close(self._writing)
+
+    def _put_back(self) -> None:
+        Signals._open = None
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._users.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._ask(f"received {signal.Signals(number).name}")
+        if callable(self._users[number]):
+            self._users[number](number, frame)
+
+    def _watch(self) -> None:
+        first = 0.0
+        leaving: float | None = None
+        while True:
+            wait = None if leaving is None else max(0.0, leaving - time.monotonic())
+            if not select.select([self._reading], [], [], wait)[0]:
+                self._leave(f"its steps did not end within {leaving - first:.1f} s" if leaving else "")
+            numbers = os.read(self._reading, 256)
+            if self._wakeup >= 0:  # somebody else's, who is to be woken too
+                with suppress(OSError):
+                    os.write(self._wakeup, numbers.replace(bytes([_END]), b""))
+            if _END in numbers:
+                return
+            if not set(numbers) & set(self._users):
+                continue
+            now = time.monotonic()
+            if leaving is None:
+                first, leaving = now, now + self._seconds()
+            elif now - first > _ECHO:
+                self._leave("another one came")
+
+    def _leave(self, why: str) -> None:
+        os.write(2, f"process {os.getpid()} leaves after a signal to stop: {why}\n".encode())
+        os._exit(128 + signal.SIGTERM)
+
+
+def _forget_in_child() -> None:
+    """A forked process starts with its parent's handlers, and with the pipe that wakes its parent's thread."""
+    if Signals._open is not None:
+        Signals._open._put_back()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,68 @@
+"""The DataLoader's worker processes: what the trainer adds to the user's options, and how a worker ends."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import secrets
+import signal
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data._utils.worker import _worker_loop
+
+from .randomness import mix
+
+_PATIENCE = 1.0  # seconds that a worker has to end when its training process does
+
+
+def loader_options(options: Mapping[str, Any], seed: int | None) -> dict[str, Any]:
+    """The user's `options` of a DataLoader, with what the trainer adds.
+
+    The workers' base seed comes from a generator of its own, in place of torch's default one; and workers outlive a signal to
+    stop, which Ctrl-C and Slurm send to every process of a job: the training process, which gets it too, still needs them.
+    """
+    generator = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else mix(seed) >> 1)
+    added: dict[str, Any] = {"generator": generator, **options}
+    if options.get("num_workers"):
+        _end_with(os.getpid())
+        added["worker_init_fn"] = functools.partial(_start, _ending, options.get("worker_init_fn"))
+    return added
+
+
+_ending = torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]  # seen by living workers
+
+
+def _start(ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
+    def outlive(signal_number: int, frame: object) -> None:
+        if ending:
+            os._exit(0)
+
+    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(signal_number, outlive)
+    if of_user is not None:
+        of_user(number)
+
+
+@functools.cache
+def _end_with(process: int) -> None:
+    """Once per process: at its end, before `multiprocessing` waits for its children, see to it that workers leave."""
+    Finalize(None, _end_workers, exitpriority=100)
+
+
+def _end_workers() -> None:
+    """After an error some may still be at work; their signal handler says when they may leave."""
+    _ending.fill_(True)
+    children = [child for child in multiprocessing.active_children() if vars(child).get("_target") is _worker_loop]
+    deadline = time.monotonic() + _PATIENCE
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        if child.is_alive():
+            child.kill()

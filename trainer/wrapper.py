@@ -1,0 +1,71 @@
+"""DDP's wrapper: made and settled, made to reduce zeros, and let go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def settled(model: nn.Module, device: torch.device, options: dict[str, Any]) -> DistributedDataParallel:
+    """`model` in DistributedDataParallel, with the buckets that it keeps.
+
+    DDP lays its buckets out anew after its first backward, and a ring all-reduce rounds differently by position in the bucket:
+    without this, the first step after a resume would round unlike the uninterrupted run's.
+    """
+    wrapped = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, **options)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    backward_zeros(wrapped)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    return wrapped
+
+
+def backward_zeros(wrapped: DistributedDataParallel) -> None:
+    """Take part in one reduction of the gradients with zeros, running no code of the model's."""
+    model, wrapped.module = wrapped.module, _Zeros(wrapped.module)
+    kept, wrapped.require_forward_param_sync = wrapped.require_forward_param_sync, False  # buffers stay as they are
+    try:
+        wrapped().backward()
+    finally:
+        wrapped.module, wrapped.require_forward_param_sync = model, kept
+
+
+def let_go(wrapped: DistributedDataParallel) -> None:
+    """Drop what a wrapper holds of its process group, before that is destroyed.
+
+    A wrapper that is still alive when the interpreter ends can abort the process, whether its group was destroyed or not.
+    """
+    for name in ("reducer", "logger", "process_group", "device_mesh"):
+        wrapped.__dict__.pop(name, None)
+
+
+class _Zeros(nn.Module):
+    """Stands in for a model during one forward: touches every trainable parameter, changes nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> Tensor:
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.stack([_NoGradient.apply(parameter) for parameter in trainable]).sum()
+
+
+class _NoGradient(torch.autograd.Function):
+    """A zero that depends on a parameter and gives it no gradient.
+
+    DDP reduces that as zeros. With ``find_unused_parameters`` it counts as unused, so that a parameter which no rank has used
+    keeps no gradient, as in one process: a gradient of zeros would let weight decay and momentum move it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
