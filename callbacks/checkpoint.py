@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from trainer import Callback, CheckpointFolder, DDPTrainer
 
 _log = logging.getLogger("callbacks")
@@ -61,7 +64,7 @@ class Checkpoint(Callback):
         self._keep_last = keep_last
         self._monitor = monitor
         self._sign = 1.0 if mode == "min" else -1.0
-        self._best = math.inf
+        self._best = self._best_on_disk = math.inf
         self._is_best = False
         self._warned = False
 
@@ -73,12 +76,12 @@ class Checkpoint(Callback):
     def before_fit(self, trainer: DDPTrainer) -> None:
         if self._monitor is not None and not trainer.eval_sets:
             raise ValueError(f"Checkpoint monitors {self._monitor!r} of an evaluation: pass eval_data to the trainer")
-        self._check_folder(trainer.state.step)
+        self._check_folder(trainer)
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self._files.folder.mkdir(parents=True, exist_ok=True)
         self._files.lock()
-        self._check_folder(trainer.state.step)  # again: another job may have written until now
+        self._check_folder(trainer)  # again: another job may have written until now
         self._files.sweep()
         self._saved_at = time.monotonic()
         self._is_best = False
@@ -110,7 +113,7 @@ class Checkpoint(Callback):
         )
         if not due and not self._is_best:
             return
-        if not all(parameter.isfinite().all() for parameter in trainer.model.parameters()):
+        if not _all_finite(trainer.model):
             _log.error("Checkpoint: nothing is saved at step %d, where parameters are not finite", state.step)
             return
         # best.pt first: a step file that knows of a best evaluation must never be there without it
@@ -133,17 +136,18 @@ class Checkpoint(Callback):
         return {"best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best = state["best"]
+        self._best = self._best_on_disk = state["best"]
 
-    def _check_folder(self, step: int) -> None:
+    def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
-        found = self._files.steps()
-        if found and step not in found and not self._has_written:
-            words = "a new run" if step == 0 else f"a run that goes on from step {step} of another folder"
-            raise FileExistsError(
-                f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}), and this is {words}: "
-                f"continue that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"
-            )
+        found, step = self._files.steps(), trainer.state.step
+        if not found or self._has_written or (step and self._files.holds(step, dict(trainer.model.named_parameters()))):
+            return
+        words = "a new run" if step == 0 else f"a run that goes on from step {step} of another folder"
+        raise FileExistsError(
+            f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}), and this is {words}: continue "
+            f"that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"
+        )
 
     def _save(self, names: list[str], content: dict[str, Any], step: int) -> None:
         def retire() -> None:
@@ -153,13 +157,18 @@ class Checkpoint(Callback):
             for other in set(steps) - set(current[-self._keep_last :]):
                 steps[other].unlink(missing_ok=True)
 
-        self._has_written = True
+        def settle() -> None:
+            self._best_on_disk = best
+            retire()
+
+        self._has_written, best = True, self._best
         if self._async_write:
-            self._files.write_behind(names, content, then=retire)
+            self._tolerate(self._files.wait)  # for the file before; if that failed, this one is written all the same
+            self._files.write_behind(names, content, then=settle)
             return
         for name in names:
             self._files.write(name, content)
-        retire()
+        settle()
 
     def _tolerate(self, action: Callable[[], None]) -> None:
         """Run what may find that a file could not be written; that ends the run, or is logged."""
@@ -168,7 +177,16 @@ class Checkpoint(Callback):
         except OSError as error:
             if self._on_error == "stop":
                 raise
+            self._best = self._best_on_disk  # so that the next better one is written
             _log.warning("Checkpoint: the run goes on without a file that could not be written: %s", error)
+
+
+def _all_finite(model: nn.Module) -> bool:
+    """Whether all parameters are. A sum is ten times as fast as looking at each number, and hides none that is not."""
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    if not parameters or torch.stack([parameter.sum().isfinite() for parameter in parameters]).all():
+        return True
+    return all(bool(parameter.isfinite().all()) for parameter in parameters)  # a sum of finite numbers may overflow
 
 
 def _check_counts(**counts: Any) -> None:

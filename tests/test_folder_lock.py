@@ -404,7 +404,7 @@ def test_a_run_goes_on_from_the_best_file_of_its_own_folder(ranks: Ranks, tmp_pa
     def go_on() -> int:
         def make(steps: int) -> DDPTrainer:
             checkpoints = Checkpoint(tmp_path, every_steps=1, keep_last=1, monitor="loss", mode="max")
-            config = {"batch_size": 2, "max_steps": steps, "eval_every": 1, "callbacks": [checkpoints]}
+            config: dict[str, Any] = {"batch_size": 2, "max_steps": steps, "eval_every": 1, "callbacks": [checkpoints]}
             return toy_trainer(40, eval_numbers=2, **config)
 
         make(4).fit()

@@ -87,6 +87,15 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
+def peek(path: Path) -> dict[str, Any]:
+    """As `read`, of a file that need not be whole to the last byte: only what is looked at is read."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
 def check_plain(content: Mapping[str, Any]) -> None:
     """TypeError naming the first value that `read` would refuse: only tensors and plain values load without running code."""
     if (place := _not_plain(content, "")) is not None:
@@ -101,6 +110,7 @@ def check_plain(content: Mapping[str, Any]) -> None:
 _SEAL = b"ddp-trainer crc32 %08x"
 _SEAL_LENGTH = len(_SEAL % 0)
 _COMMENT_LENGTH_BYTES = 2  # at the very end of an archive without a comment: 0
+_END_LENGTH = 22  # of the record that such an archive ends in
 
 
 class _SealingFile:
@@ -148,8 +158,12 @@ def _verify(path: Path) -> None:
             if seal != _SEAL % crc:
                 raise CheckpointError(f"{path} is damaged: its checksum does not match")
             return
+        file.seek(max(size - _END_LENGTH, 0))
+        end = file.read()
         with zipfile.ZipFile(file) as archive:
-            if archive.comment or (damaged := archive.testzip()) is not None:
+            if not (end.startswith(b"PK\x05\x06") and end.endswith(bytes(_COMMENT_LENGTH_BYTES))):
+                raise CheckpointError(f"{path} is damaged: its seal is cut off, or no longer one")
+            if (damaged := archive.testzip()) is not None:
                 raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match")
 
 

@@ -15,6 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from . import checkpoint
 from .checkpoint import UNFINISHED, CheckpointError
 from .host_copy import HostCopy
@@ -23,6 +26,7 @@ _log = logging.getLogger("trainer")
 _NAME = re.compile(r"step-(\d{8,})\.pt")
 _LOCK = ".lock"
 _LOCK_WAIT = 30.0  # seconds: an orphan of a killed job needs some to go
+_held: dict[tuple[int, Path], CheckpointFolder] = {}  # by process (a forked one has no lock of its parent's) and lock file
 
 
 class CheckpointFolder:
@@ -56,6 +60,17 @@ class CheckpointFolder:
                 f"all {len(paths)} checkpoints in {self.folder} are damaged; to start afresh, use another folder or remove them"
             )
         return None
+
+    def holds(self, step: int, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether a file here, the best one or that of `step`, has just these values after just that step."""
+        for path in (self.folder / f"step-{step:08d}.pt", self.folder / "best.pt"):
+            with suppress(CheckpointError):
+                saved = checkpoint.peek(path)
+                model = saved.get("model", {})
+                same = all(key in model and torch.equal(value.cpu(), model[key]) for key, value in parameters.items())
+                if same and saved.get("state", {}).get("step") == step:
+                    return True
+        return False
 
     def write(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write `content` (a trainer's ``state_dict()``) under `name`, whole or not at all; see `checkpoint.write`."""
@@ -100,9 +115,14 @@ class CheckpointFolder:
     def lock(self) -> None:
         """Keep every other job out until `unlock`, or until this process ends, however it ends.
 
-        Waits up to 30 s for a job that holds the folder. Raises CheckpointError naming it then.
+        Waits up to 30 s for a job that holds the folder. Raises CheckpointError naming it then. The lock is a POSIX one: it goes
+        too when this process closes the lock file that it has opened otherwise.
         """
         path, deadline = self.folder / _LOCK, time.monotonic() + _LOCK_WAIT
+        if _held.get((os.getpid(), path.resolve()), self) is not self:
+            raise CheckpointError(
+                f"{self.folder} is in use by another Checkpoint of this process: give one of them another folder"
+            )
         while self._lock is None:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
@@ -111,6 +131,7 @@ class CheckpointFolder:
                     os.truncate(file, 0)
                     os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
                     self._lock = file
+                    _held[os.getpid(), path.resolve()] = self
                     return
             except OSError as error:
                 holder = os.read(file, 200).decode(errors="replace")
@@ -133,6 +154,13 @@ class CheckpointFolder:
                 (self.folder / _LOCK).unlink()
             os.close(self._lock)
             self._lock = None
+            _held.pop((os.getpid(), (self.folder / _LOCK).resolve()), None)
+
+    def wait_for_others(self) -> None:
+        """Until no job holds the folder, for up to 30 s: an orphan of a killed job may still be writing."""
+        with suppress(OSError, CheckpointError):
+            self.lock()
+        self.unlock()
 
     def sweep(self) -> None:
         """Remove what a killed run has left unfinished. Only the run that has locked the folder may do so."""
@@ -155,7 +183,9 @@ def find(resume_from: str | Path) -> dict[str, Any] | None:
         return checkpoint.read(path)
     if path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir():
         raise FileNotFoundError(f"resume_from={str(path)!r} does not exist: name a checkpoint file, or a folder of them")
-    return CheckpointFolder(path).newest()
+    folder = CheckpointFolder(path)
+    folder.wait_for_others()
+    return folder.newest()
 
 
 def _is_still(path: Path, file: int) -> bool:

@@ -25,6 +25,7 @@ class HostCopy:
         """The copy, and what to call before it is read. The one taken before must no longer be in use."""
         self._used: dict[Place, Tensor] = {}
         self._shared: dict[tuple[Any, ...], Tensor] = {}
+        self._given: set[int] = set()
         self._streams: set[torch.cuda.Stream] = set()
         copied = self._copy(dict(content), ())
         self._buffers = self._used
@@ -47,12 +48,14 @@ class HostCopy:
         if tensor.layout is not torch.strided:
             return tensor.detach().cpu().clone()
         layout = (tensor.shape, tensor.dtype, tensor.stride())
-        same = (tensor.data_ptr() or where, tensor.device, *layout)  # shared parameters are saved once
+        # shared parameters are saved once
+        same = (tensor.data_ptr() or where, tensor.device, tensor.is_conj(), tensor.is_neg(), *layout)
         buffer = self._shared.get(same)
         if buffer is None:
             buffer = self._buffers.get(where)
-            if buffer is None or (buffer.shape, buffer.dtype, buffer.stride()) != layout:
+            if buffer is None or id(buffer) in self._given or (buffer.shape, buffer.dtype, buffer.stride()) != layout:
                 buffer = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+            self._given.add(id(buffer))  # what was shared the last time may no longer be
             buffer.copy_(tensor.detach(), non_blocking=True)
             if tensor.is_cuda:
                 self._streams.add(torch.cuda.current_stream(tensor.device))
@@ -60,5 +63,5 @@ class HostCopy:
         copied = buffer.detach().requires_grad_(tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(buffer, tensor.requires_grad)
-        vars(copied).update(vars(tensor))
+        vars(copied).update(self._copy(vars(tensor), (*where, vars)))
         return copied

@@ -4,18 +4,19 @@
 
 Kills: a process that holds the folder's lock writes one checkpoint after the other (about 2 kB, then 20 MB) with
 `CheckpointFolder.write`, keeps the newest two, and is killed with SIGKILL at a random instant. After each kill a new process gets
-the lock, must find the newest file whole, sweeps, and must find nothing unfinished. "Unfinished" counts the kills that hit a write.
+the lock, must find the newest file whole, sweeps, and must find nothing unfinished. "Unfinished" counts the kills during a write.
 
 Stall: a model with Adam, of so many megabytes of state, trains on the CPU with one thread and saves every --every steps;
-`async_write` on, off, and without any saving, in turn, --rounds times. Per round, from the first save on (which makes the buffers):
+`async_write` on, off, and without any saving, in turn, --rounds times. Per round, after the first save (which makes the buffers):
 
 - stall: the median time that `Checkpoint.on_safe_point` takes at a step with a save, less that at a step without;
 - cost of a save: how much longer the steps took in all than those of the run without saving, per save. It holds what the
   stall does not: steps that are slower while the file is written. The end of the run is left out (there `fit` waits for it).
 
-The table has the medians over the rounds, and, as a part of 50 s of work, what one save in 50 s costs (target: at most 3.5 %; of
-the stall at most 10 % of the synchronous one). Let a file be written before the next is due: --every times the step should be well
-above the cost of a synchronous save. It says how long a step took and how many saves still had to wait for the file before.
+The table has the medians over the rounds, and what one save costs as a part of 50 s of work. Targets: at most 3.5 % of the work,
+and a stall of at most 10 % of the synchronous one. A file should be written before the next is due: choose --every so that as
+many steps take well longer than a synchronous save. The line above the table says how long a step took, and how many saves found
+the file before still being written.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Timed(Checkpoint):
 
 
 class Clock(Callback):
-    """When each step was over, the first of all. To stand before the Checkpoint: a save is part of the step after it."""
+    """When each step was over. A save comes after that, and is part of the time of the next step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -156,11 +157,11 @@ class Clock(Callback):
 
 
 def train(folder: Path | None, megabytes: float, every: int, saves: int, async_write: bool) -> tuple[Timed | None, float]:
-    """The callback, and the seconds from the first save to the last: `saves` of them, each with `every` steps after it."""
+    """The callback, and the seconds of `saves` saves from the second on, each with the `every` steps after it."""
     torch.manual_seed(0)
     layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))  # Adam keeps two more of each parameter
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    steps = (saves + 1) * every + 1
+    steps = (saves + 2) * every
     data = TensorDataset(torch.randn(8 * steps, WIDTH), torch.randn(8 * steps, WIDTH))
     saver = None if folder is None else Timed(folder, every, async_write)
     clock = Clock()
@@ -173,7 +174,7 @@ def train(folder: Path | None, megabytes: float, every: int, saves: int, async_w
         callbacks=[clock] if saver is None else [clock, saver],
     ) as trainer:
         trainer.fit()
-    # the first save lies between the times of steps `every` and `every` + 1: it is left out, with the steps up to its neighbour's
+    # the first save is before this interval, and the last, after the last step, behind it
     return saver, clock.times[-1] - clock.times[2 * every - 1]
 
 
@@ -216,8 +217,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100, help="for each size of file; 0: leave this part out")
     parser.add_argument("--megabytes", type=float, default=140, help="of state: parameters and Adam's")
     parser.add_argument("--every", type=int, default=20, help="steps from one save to the next")
-    parser.add_argument("--saves", type=int, default=8, help="in each run, after the first")
-    parser.add_argument("--rounds", type=int, default=7, help="of the three runs; 0: leave this part out")
+    parser.add_argument("--saves", type=int, default=6, help="in each run, after the first")
+    parser.add_argument("--rounds", type=int, default=5, help="of the three runs; 0: leave this part out")
     parser.add_argument("--folder", type=Path, help="where to write; default: the system's folder for temporary files")
     options = parser.parse_args()
     torch.set_num_threads(1)
