@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
 
-from tests.helpers import Numbers, Ranks, Toy, ValueToy, mean_of_outputs, toy_trainer
+from tests.helpers import Numbers, Ranks, Recorder, Toy, ValueToy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, World
 from trainer.data import to_device
 from trainer.order import Permutation
@@ -510,3 +511,44 @@ def test_a_worker_init_fn_runs_in_every_worker(ranks: Ranks) -> None:
         return [batch[0].tolist() for batch in batches_of(Marked(3), {"num_workers": 2, "worker_init_fn": mark})]
 
     assert ranks(1, run) == [[[0.25, 1.25, 2.25]] * 2]
+
+
+class Copies(TorchFunctionMode):
+    """Every call of `to` and `copy_`, with whether it may be read before it has ended."""
+
+    def __init__(self) -> None:
+        self.waits: list[tuple[str, bool]] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("to", "cpu", "copy_", "cuda"):
+            target = next((item for item in (*args[1:], *(kwargs or {}).values()) if isinstance(item, torch.device)), None)
+            late = bool((kwargs or {}).get("non_blocking"))
+            self.waits.append((function.__name__ if target is None else target.type, late))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("pin_memory", [False, None])
+def test_nothing_that_is_read_on_the_cpu_is_copied_without_waiting(ranks: Ranks, pin_memory: bool | None) -> None:
+    """C-11: only host to device may go on; and nothing is said of pinned memory where there is none."""
+
+    def fit() -> tuple[list[tuple[str, bool]], list[float]]:
+        recorder = Recorder()
+        model = Toy()
+        trainer = DDPTrainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            Numbers(8),
+            Numbers(3),
+            loss_fn=mean_of_outputs,
+            loader_options={} if pin_memory is None else {"pin_memory": pin_memory},
+            config=TrainerConfig(batch_size=2, shuffle=False, log_every=1),
+            callbacks=[recorder],
+        )
+        with Copies() as copies:
+            trainer.fit()
+        return copies.waits, [call.metrics["loss"] for call in recorder.reports]
+
+    ((waits, losses),) = ranks(1, fit)
+    assert [late for _, late in waits if late] == []
+    assert waits
+    assert losses == [0.0, -0.5 * 2.5, -3.0 * 4.5, -7.5 * 6.5]

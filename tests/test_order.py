@@ -347,9 +347,20 @@ class Lengthless(Sampler[int]):
         return iter(range(4))
 
 
+class Batches(Sampler[Any]):
+    """A batch sampler of one's own, of batches that differ in size."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3, 4], [5, 6, 7, 8], [9]])
+
+
 @pytest.mark.parametrize(
     ("sampler", "error", "message"),
     [
+        (Batches(), "TypeError", "the sampler must give indices of single samples, ints; found [0, 1, 2] (list)"),
         (DistributedSampler(range(8), num_replicas=2, rank=0), "ValueError", "leave it out, the trainer splits exactly"),
         (BatchSampler(SequentialSampler(range(8)), 2, False), "ValueError", "pass its inner sampler"),
         (SubsetRandomSampler([]), "ValueError", "sampler is empty"),
@@ -359,6 +370,7 @@ class Lengthless(Sampler[int]):
     ],
 )
 def test_a_sampler_that_gives_no_global_order_is_an_error(ranks: Ranks, sampler: Any, error: str, message: str) -> None:
+    """C-02, C-03: nothing is replaced, and no batch composed otherwise, without a word."""
     (outcome,) = ranks.outcomes(1, seen, 8, sampler)
     assert outcome.error == error
     assert message in outcome.message
