@@ -329,7 +329,7 @@ def test_nan_is_never_the_best_and_never_an_improvement(
 
     def run() -> Any:
         best, stopping, recorder = Best(tmp_path), EarlyStopping("loss", patience=2), Recorder()
-        callbacks = [Checkpoint(tmp_path, monitor="loss"), stopping, best, recorder]
+        callbacks = [Checkpoint(tmp_path, async_write=False, monitor="loss"), stopping, best, recorder]
         settings = {"batch_size": 1, "eval_every": 1, "epochs": len(Longer.VALUES), "global_batch_size": 2}
         trainer = toy_trainer(2, eval_numbers=4, kind=Longer, callbacks=callbacks, **settings)
         state = trainer.fit()
@@ -562,7 +562,7 @@ def test_a_summarized_metric_can_be_monitored(ranks: Ranks, tmp_path: Path) -> N
     def run() -> Any:
         callbacks = [
             EarlyStopping("score", 1, mode="min"),
-            Checkpoint(tmp_path, monitor="score", mode="max"),
+            Checkpoint(tmp_path, async_write=False, monitor="score", mode="max"),
             best := Best(tmp_path),
         ]
         trainer = toy_trainer(2, eval_numbers=2, kind=Negated, callbacks=callbacks, epochs=4, log_every=100)

@@ -50,6 +50,10 @@ class TrainerConfig:
     """What the steps compute in: fp32, or autocast to bf16 or fp16 (the latter with loss scaling)."""
     scaler_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for `torch.amp.GradScaler`, with ``precision="fp16"``."""
+    compile: bool = False
+    """`torch.compile` for the model's forward while `fit` runs; the keys of its state stay as they are."""
+    channels_last: bool = False
+    """Lay weights and batches of four dimensions (images) out with the channels last, which convolutions on GPUs like."""
     sync_batchnorm: bool = False
     """BatchNorm normalises by the batches of all ranks together (torch has that for CUDA only; on CPU: one warning)."""
     gradient_compression: Compression | None = None
@@ -72,7 +76,7 @@ class TrainerConfig:
         for name in ("epochs", "max_steps", "global_batch_size", "eval_batch_size", "eval_every"):
             self._check_count(name, optional=True)
         self._check_count("seed", optional=True, least=0)
-        for name in ("sync_batchnorm", "shuffle", "drop_last"):
+        for name in ("compile", "channels_last", "sync_batchnorm", "shuffle", "drop_last"):
             self._check_type(name, bool, "True or False")
         self._check_type("monitor", str, "a key of the evaluation")
         self._check_type("ddp_options", Mapping, "a mapping of DistributedDataParallel's keyword arguments")

@@ -41,12 +41,17 @@ class Loader:
 
     def __init__(self, dataset: Dataset[Any], options: Mapping[str, Any], seed: int | None, purpose: int) -> None:
         options = loader_options(options, seed)
-        source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose)
+        self._source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose)
         self._asked = _Requests()
-        self._loader: DataLoader[Any] = DataLoader(source, batch_size=None, sampler=self._asked, collate_fn=unchanged, **options)
+        self._loader: DataLoader[Any] | None = None
+        if options.get("num_workers") or options.get("pin_memory"):
+            sampler, collate = self._asked, unchanged
+            self._loader = DataLoader(self._source, batch_size=None, sampler=sampler, collate_fn=collate, **options)
 
     def batches(self, asked: Iterator[Request]) -> Iterator[Any]:
         """The batches asked for, one by one. One iteration at a time."""
+        if self._loader is None:  # in this process a DataLoader would add nothing but its time
+            return map(self._source.__getitem__, asked)
         self._asked.pending = asked
         return iter(self._loader)
 
@@ -81,7 +86,8 @@ class _Batches(Dataset[Any]):
         while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         if type(dataset) is TensorDataset and self._collate is default_collate:
-            return [tensor[indices] for tensor in dataset.tensors]
+            places = torch.tensor(indices)  # once, and not a list: that is slow to index by
+            return [tensor[places] for tensor in dataset.tensors]
         if _answers_batches(dataset):  # draws per batch
             self._seed_for(epoch, positions[0])
             return self._collate(dataset.__getitems__(indices))
@@ -111,33 +117,34 @@ def unchanged(batch: Any) -> Any:
     return batch
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> Any:
     """`batch` with every tensor on `device`; containers keep their types, everything else is passed through as it is.
 
     Looks into mappings, lists, tuples, named tuples and dataclasses; an object with a method ``to`` is asked itself. Nothing is
-    changed in place. Copies from pinned memory to a GPU do not wait.
+    changed in place. Copies from pinned memory to a GPU do not wait. `channels_last`: lay out four dimensions so.
     """
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=device.type == "cuda")
+        layout = torch.channels_last if channels_last and batch.ndim == 4 else torch.preserve_format
+        return batch.to(device, non_blocking=device.type == "cuda", memory_format=layout)
     if callable(getattr(batch, "to", None)):  # PackedSequence, tokenizer outputs, graphs, ...
         return batch.to(device)
     if isinstance(batch, MutableMapping):
         moved = copy.copy(batch)
         for key, value in batch.items():
-            moved[key] = to_device(value, device)
+            moved[key] = to_device(value, device, channels_last)
         return moved
     if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
+        return type(batch)({key: to_device(value, device, channels_last) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple):
-        values = [to_device(value, device) for value in batch]
+        values = [to_device(value, device, channels_last) for value in batch]
         return batch._make(values) if hasattr(batch, "_make") else type(batch)(values)
     if isinstance(batch, list):
         moved_list = copy.copy(batch)
-        moved_list[:] = [to_device(value, device) for value in batch]
+        moved_list[:] = [to_device(value, device, channels_last) for value in batch]
         return moved_list
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         moved_fields = copy.copy(batch)
         for item in dataclasses.fields(batch):
-            object.__setattr__(moved_fields, item.name, to_device(getattr(batch, item.name), device))
+            object.__setattr__(moved_fields, item.name, to_device(getattr(batch, item.name), device, channels_last))
         return moved_fields
     return batch

@@ -96,7 +96,7 @@ class WeightedSums:
 def scalar(value: Any, key: str) -> Tensor | float:
     """`value` as one number, without its graph. Raises ValueError or TypeError naming `key` for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().reshape(())
+        return value.detach() if value.ndim == 0 else value.detach().reshape(())
     if isinstance(value, (int, float, Real)):  # numpy's numbers are Real
         return float(value)
     wanted = f"{key!r} must be a real scalar (0-dim tensor or number)"

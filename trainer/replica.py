@@ -21,6 +21,9 @@ class Replica:
     def __init__(self, model: nn.Module, world: World, config: TrainerConfig) -> None:
         self.model = batchnorm.synchronized(model, world) if config.sync_batchnorm else model
         """The bare module."""
+        if config.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        self._compiles = config.compile
         self._world = world
         self._batch_size = config.batch_size
         self._synchronized = batchnorm.is_synchronized(self.model, world)
@@ -67,6 +70,8 @@ class Replica:
         if list(map(id, trainable)) == list(map(id, self.trainable)):
             return
         self.release()
+        if self._compiles:  # in place, and inside of DDP's wrapper
+            self.model.compile()
         self._wrapped = self._world.wrap(self.model, **self._options)
         if self._compression is not None:
             self._world.compress(self._wrapped, self._compression)
@@ -83,6 +88,8 @@ class Replica:
         """Let go of the wrapper; the model stays as it is."""
         self._hand_out(None)
         self._gradients_before = None
+        if self._compiles:
+            self.model._compiled_call_impl = None
         self._wrapped, self._sends_buffers, self.trainable = self.model, False, []
 
     def begin_window(self, window: Window) -> None:
@@ -117,7 +124,7 @@ class Replica:
         Raises RuntimeError naming the parameters that the first window's last micro-batch did not use: their gradients would
         not be averaged over the ranks.
         """
-        if self._handed is not self._wrapped:
+        if self._handed is not self._wrapped and not self._compiles:  # or the hook would be compiled too
             self._hand_out(self._wrapped)
         if not window.micro_batches:
             self._world.backward_zeros(self._wrapped)

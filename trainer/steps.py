@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import checks
+from .config import TrainerConfig
 from .data import to_device
 from .meters import EvalOutput
 from .metrics import StepOutput
@@ -19,6 +20,7 @@ class Steps:
     """The steps of a run. Override what your run does otherwise; every method runs on every rank."""
 
     world: World
+    config: TrainerConfig
     optimizer: Optimizer
     loss_fn: Callable[[Any, Any], Tensor] | None
 
@@ -51,7 +53,7 @@ class Steps:
 
     def prepare_batch(self, batch: Any) -> Any:
         """The batch as the steps get it. Default: every tensor on this rank's device, containers kept."""
-        return to_device(batch, self.world.device)
+        return to_device(batch, self.world.device, self.config.channels_last)
 
     def optimizer_step(self) -> None:
         """Update the parameters from the window's gradients, which are averaged and clipped. Default: ``optimizer.step()``.

@@ -37,7 +37,8 @@ class Weighting:
             raise ValueError("the loss is a Mean in some steps and a plain tensor in others: return the same kind every time")
         # DDP averages the ranks' gradients, which divides by world.size: undone here
         if not isinstance(loss, Mean):
-            return loss * (samples * self._world.size / window.size)
+            share = samples * self._world.size / window.size
+            return loss if share == 1.0 else loss * share
         self._items += loss.count
         return loss.total * (self._world.size / _nominal(window))
 
