@@ -366,7 +366,7 @@ def test_what_before_epoch_unfreezes_is_trained_on_every_rank_and_only_then(
             wrapped.append(sum(parameter.requires_grad for parameter in args[0].parameters()))
             super().__init__(*args, **options)
 
-    monkeypatch.setattr("trainer.world.DistributedDataParallel", Counted)
+    monkeypatch.setattr("trainer.wrapper.DistributedDataParallel", Counted)
 
     def fit() -> tuple[list[float], list[int]]:
         model = TwoWeights()
