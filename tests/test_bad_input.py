@@ -766,8 +766,8 @@ RESUMED = {
     ),
     "a fresh run into a folder with checkpoints": Bad(
         FileExistsError,
-        r"FOLDER already holds checkpoints of a run \(up to step 2\): continue it with fit\(resume_from='FOLDER'\), or give the "
-        "new run another folder",
+        r"FOLDER already holds checkpoints of a run \(up to step 2\), and this is a new run: continue that one with "
+        r"fit\(resume_from='FOLDER'\), or give this one another folder",
         afresh,
         writes=True,
     ),
