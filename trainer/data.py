@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, StackDataset, Subset, TensorDataset, default_collate
@@ -86,8 +87,8 @@ class _Batches(Dataset[Any]):
         while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         if type(dataset) is TensorDataset and self._collate is default_collate:
-            places = torch.tensor(indices)  # once, and not a list: that is slow to index by
-            return [tensor[places] for tensor in dataset.tensors]
+            places = torch.from_numpy(np.array(indices))  # in less time than torch.tensor, and than indexing by a list
+            return [tensor.index_select(0, places) for tensor in dataset.tensors]
         if _answers_batches(dataset):  # draws per batch
             self._seed_for(epoch, positions[0])
             return self._collate(dataset.__getitems__(indices))

@@ -77,18 +77,18 @@ class Reporter:
             self._keys = agree_on_keys(self._world.gather(self._sums.keys), "training_step")
             self._since_report = self._since_epoch = [0.0] * (2 * len(self._keys))
         bad = torch.zeros(self._world.size, dtype=empty_windows.dtype, device=self._world.device)
-        bad[self._world.rank] = self._first_bad()
-        broken = ~_largest(self._replica.parameters).isfinite()
-        parts = [self._sums.take(self._keys), bad, torch.stack([broken, empty_windows])]
+        bad[self._world.rank] = self._bad_marks()
+        state_of_all = torch.stack([_not_finite(self._replica.parameters).to(empty_windows.dtype), empty_windows])
+        parts = [self._sums.take(self._keys), bad, state_of_all]
         if self._world.size > 1:
             parts.append(checksum.words(self._replica.parameters))
         summed = self._world.sum(torch.cat(parts))
-        sums, first_bad, (broken_ranks, empty), *fingerprint = [
+        sums, bad_marks, (broken_ranks, empty), *fingerprint = [
             part.tolist() for part in summed.split_with_sizes([len(part) for part in parts])
         ]
         self._since_report = _added(self._since_report, sums)
         self._since_epoch = _added(self._since_epoch, sums)
-        self._note_bad(first_bad)
+        self._note_bad(bad_marks)
         self._marked = []
         if empty:
             self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
@@ -132,14 +132,12 @@ class Reporter:
         finally:
             self._started += time.perf_counter() - before
 
-    def _first_bad(self) -> Tensor:
-        """The first marked step at which this rank's running loss was not finite; 0 if there was none."""
-        steps = torch.tensor(self._marked, dtype=self._marks.dtype, device=self._marks.device)
-        bad = steps[~self._marks[: len(steps)].isfinite()]
-        return bad[:1].sum()
+    def _bad_marks(self) -> Tensor:
+        """At how many of the marked steps this rank's running loss was not finite: the last ones, as it never is again."""
+        return (~self._marks[: len(self._marked)].isfinite()).sum()
 
-    def _note_bad(self, first_bad: list[float]) -> None:
-        bad = {rank: int(step) for rank, step in enumerate(first_bad) if step}
+    def _note_bad(self, bad_marks: list[float]) -> None:
+        bad = {rank: self._marked[-int(count)] for rank, count in enumerate(bad_marks) if count}
         if bad and not self._first_bad_loss:
             step = min(bad.values())
             ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
@@ -163,9 +161,11 @@ class Reporter:
             self._warned.add(subject)
 
 
-def _largest(parameters: list[nn.Parameter]) -> Tensor:
-    """The largest magnitude among the parameters; NaN or infinite as soon as one of them is."""
-    return nn.utils.get_total_norm([item.detach() for item in parameters if item.is_floating_point()], float("inf"))
+def _not_finite(parameters: list[nn.Parameter]) -> Tensor:
+    """Whether a number among the parameters is not finite: 0-dim. The extremes say so; they cost a quarter of a norm."""
+    numbers = [torch.view_as_real(item) if item.is_complex() else item for item in parameters]
+    floating = [item.detach() for item in numbers if item.is_floating_point() and item.numel()]
+    return ~torch.stack([extreme for item in floating for extreme in item.aminmax()]).isfinite().all()
 
 
 def _added(left: list[float], right: list[float]) -> list[float]:
