@@ -3,7 +3,9 @@
 from .checkpoint import Checkpoint
 from .early_stopping import EarlyStopping
 from .jsonl import JSONLines
+from .profiler import Profiler
 from .progress import ProgressBar
 from .tensorboard import TensorBoard
+from .wandb import WeightsAndBiases
 
-__all__ = ["Checkpoint", "EarlyStopping", "JSONLines", "ProgressBar", "TensorBoard"]
+__all__ = ["Checkpoint", "EarlyStopping", "JSONLines", "Profiler", "ProgressBar", "TensorBoard", "WeightsAndBiases"]

@@ -115,7 +115,7 @@ CLOSED = {
     "metrics": {"world"},
     "callback": {"state"},
     "order": {"plan", "randomness"},
-    "workers": {"randomness"},
+    "workers": {"launch", "randomness"},
     "data": {"plan", "order", "randomness", "workers"},
     "folder": {"checkpoint", "host_copy"},
 }

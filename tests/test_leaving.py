@@ -49,7 +49,7 @@ for number in range(3):
     assert trainer.evaluate() == {"loss": -30.0}  # the means of four windows of 0..15, times the mean of 0, 1, 2
     trainer.close()
     assert not dist.is_initialized()
-print("rank", trainer.world.rank, "is done")
+print(f"rank {trainer.world.rank} is done")
 """,
         2,
         timeout=LIMIT,

@@ -287,7 +287,7 @@ def test_a_group_for_gpus_alone_is_refused_on_the_cpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    with pytest.raises(RuntimeError, match="over 'nccl', which does not serve 'cpu'"):
+    with pytest.raises(RuntimeError, match="over 'cuda:nccl', which does not serve 'cpu'"):
         World.from_env("cpu")
     assert not World.is_open()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 
 import torch
 
@@ -12,8 +11,8 @@ from .signals import Signals
 from .world import World
 
 _PERIOD = 2.0  # seconds within which a wish is heard, where reports are further apart
-_RECENT = 100  # steps
 _SLACK, _LATEST = 5.0, 25.0  # seconds; torchrun kills what has not left 30 s after its signal
+_AT_ONCE = 0.5
 
 
 class StopAgreement:
@@ -38,8 +37,8 @@ class StopAgreement:
         self._last_step, self._last_time = step, time.monotonic()
         self._next_step = step + 1
         self._started = self._settled = self._last_time
-        self._steps: deque[float] = deque(maxlen=_RECENT)
-        self._saving = 0.0
+        self._first = True
+        self._longest = self._saving = 0.0
         self._signals.open()
 
     def close(self) -> None:
@@ -59,8 +58,9 @@ class StopAgreement:
     def settle(self, step: int, due: bool) -> str | None:
         """Called on every rank after each step: the reason to stop now, the same on all ranks; of several the lowest rank's."""
         now = time.monotonic()
-        self._steps.append(now - self._settled)
-        self._settled = now
+        if not self._first:  # which takes longer: compilation, cold files
+            self._longest = max(self._longest, now - self._settled)
+        self._first, self._settled = False, now
         if self._max_minutes is not None and self._world.is_main and now - self._started >= 60 * self._max_minutes:
             self.ask(f"max_minutes={self._max_minutes:g} have passed")
         if self._world.size == 1:
@@ -75,10 +75,18 @@ class StopAgreement:
             return None
         return next(reason for reason in self._world.gather(self._wish) if reason is not None)
 
+    def obey(self) -> None:
+        """After `close`, on a rank that only waits for others: a signal that has come ends this process."""
+        self._signals.resend()
+
     def _seconds_to_leave(self) -> float:
-        """How long a wish may take to be fulfilled: the longest recent step, a save, and some slack."""
+        """How long a wish may take to be fulfilled: the longest step, evaluation and hooks included, a save, and some slack.
+
+        A step that takes longer than that already does not end.
+        """
         saving = checkpoint.last_write.seconds if self._world.is_main else self._saving
-        return min(max(self._steps, default=0.0) + saving + _SLACK, _LATEST)
+        allowed = min(self._longest + saving + _SLACK, _LATEST)
+        return allowed if time.monotonic() - self._settled < allowed else _AT_ONCE
 
     def _message(self, step: int) -> torch.Tensor:
         """How many ranks wish to stop; from rank 0 alone, the steps to the next message and how long its last save took."""

@@ -143,9 +143,13 @@ class DDPTrainer(Steps):
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
         except BaseException as raised:
-            error = explained(raised, self)
+            consequence = self.world.is_consequence(raised)
+            error = raised if consequence else explained(raised, self)
             self._hooks.on_exception(self, error)
             self._agreement.close()  # from here on torchrun may end this process at once
+            if consequence:
+                self._agreement.obey()
+                error = explained(raised, self)
             self.world.record_failure(error)
             if error is raised:
                 raise

@@ -14,18 +14,22 @@ if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
 _HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
-_PHASES = {  # by the function of the trainer that was running, innermost first
+_PHASES = {  # by the function that was running, innermost first
+    "run_on_main": "for rank 0, which reads a checkpoint or runs a hook",
     "evaluate": "in an evaluation",
     "reduce": "in a report",
-    "settle": "agreeing on stopping",
-    "refresh": "setting up the model's wrapper",
+    "settle": "to agree on stopping",
+    "refresh": "to set up the model's wrapper",
     "_step": "in a training step",
-    "_begin": "setting up",
+    "_begin": "to set up",
 }
 
 
 def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
-    """`error`, or where more can be said than that, one of the same type that also says it. Called once, as `fit` ends."""
+    """`error`, or where more can be said than that, one of the same type that also says it. Local.
+
+    Takes up to two seconds where a collective has failed: the other ranks are asked, in the store.
+    """
     text = None
     if trainer.world.is_consequence(error):
         text = _of_others(error, trainer)
@@ -38,10 +42,16 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
 
 def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
     """This rank's own part is only that it waited."""
-    absent = [] if trainer.world.roll_call is None else trainer.world.roll_call.absent()
+    causes, silent = ([], []) if trainer.world.roll_call is None else trainer.world.roll_call.ask()
     names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
-    whose = f"rank {', '.join(map(str, absent))} did not answer: it hangs, is slow, or was killed" if absent else "others failed"
+    whose = "others failed too"
+    if causes:
+        whose = f"rank {', '.join(map(str, causes))} failed with an error of its own"
+    elif len(silent) == 1:
+        whose = f"rank {silent[0]} did not answer: it hangs, is slow, or was killed"
+    elif silent:
+        whose = f"rank {', '.join(map(str, silent))} did not answer: one hangs, is slow, or was killed; others may wait for it"
     return f"{error}\nrank {trainer.world.rank} was waiting {phase}, after step {trainer.state.step}; {whose}"
 
 

@@ -56,14 +56,12 @@ def local_rank_in(environment: Mapping[str, str]) -> int | None:
     return _number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else None
 
 
-def end_with_parent(environment: Mapping[str, str]) -> None:
-    """Under torchrun on Linux: let the system end this process when the agent that started it has gone, however it went."""
-    if "TORCHELASTIC_RUN_ID" not in environment or sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it went just before
-        os.kill(os.getpid(), signal.SIGKILL)
+def end_with_parent(parent: int) -> None:
+    """On Linux: let the system end this process as soon as process `parent`, which started it, has gone, however it went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it went just before
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def choose_device(asked: str | None, local_rank: int | None) -> torch.device:
@@ -82,6 +80,19 @@ def choose_device(asked: str | None, local_rank: int | None) -> torch.device:
         )
     torch.cuda.set_device(index)  # before the group is opened: object collectives use the current device
     return torch.device("cuda", index)
+
+
+def device_of_group(asked: str | None, local_rank: int | None, backends: Mapping[str, str]) -> torch.device:
+    """As `choose_device`, for a process group that is open already; `backends`: which serves which type of device."""
+    nccl = backends.get("cuda") == "nccl"
+    wanted = torch.device(asked or ("cuda" if nccl and torch.cuda.is_available() else "cpu"))
+    if wanted.type not in backends:
+        served = ",".join(f"{device}:{backend}" for device, backend in backends.items())
+        raise RuntimeError(
+            f"the open process group communicates over {served!r}, which does not serve {wanted.type!r}: open it with backend "
+            "'gloo' for the CPU or 'nccl' for GPUs, or let World.from_env open it"
+        )
+    return choose_device(str(wanted), local_rank)
 
 
 class Store(Protocol):

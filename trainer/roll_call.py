@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from .launch import Store
 
+CAUSE, TOO = "cause", "too"
 _WITHIN = 2.0  # seconds; the ranks that are alive see a peer's end at once, and each other's time limits
 
 
@@ -17,19 +18,32 @@ class RollCall:
         self._store = store
         self._rank = rank
         self._size = size
+        self._asked = 0.0
 
-    def say_failing(self) -> None:
+    def say_failing(self, why: str) -> None:
+        """`why`: `CAUSE`, or `TOO` for a rank whose collective has failed. What was said first stays."""
         with suppress(RuntimeError):
-            self._store.set(f"failing/{self._rank}", "")
+            if not self._store.check([self._key(self._rank)]):
+                self._store.set(self._key(self._rank), why)
 
-    def absent(self) -> list[int]:
-        """The ranks that do not say so too, within two seconds: they hang, or are gone."""
-        self.say_failing()
-        others, deadline = list(range(self._size)), time.monotonic() + _WITHIN
+    def ask(self) -> tuple[list[int], list[int]]:
+        """The ranks that are the cause, and those that say nothing within two seconds: they hang, are gone, or wait for such."""
+        self._asked = time.monotonic()
+        self.say_failing(TOO)
+        silent, causes, deadline = list(range(self._size)), [], time.monotonic() + _WITHIN
         try:
-            while others and time.monotonic() < deadline:
-                others = [rank for rank in others if not self._store.check([f"failing/{rank}"])]
+            while silent and time.monotonic() < deadline:
+                heard = [rank for rank in silent if self._store.check([self._key(rank)])]
+                causes += [rank for rank in heard if self._store.get(self._key(rank)).decode() == CAUSE]
+                silent = [rank for rank in silent if rank not in heard]
                 time.sleep(0.02)
         except RuntimeError:
-            return []
-        return others
+            return [], []
+        return causes, silent
+
+    def seconds_since_asked(self) -> float:
+        """Many, if nobody has asked."""
+        return time.monotonic() - self._asked
+
+    def _key(self, rank: int) -> str:
+        return f"failing/{rank}"

@@ -30,6 +30,7 @@ class Signals:
     def __init__(self, ask: Callable[[str], None], seconds: Callable[[], float]) -> None:
         self._ask = ask
         self._seconds = seconds
+        self._received: int | None = None
 
     def open(self) -> None:
         if threading.current_thread() is not threading.main_thread() or Signals._open is not None:
@@ -38,6 +39,7 @@ class Signals:
         os.set_blocking(self._writing, False)
         self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._users: dict[int, Any] = {}
+        self._received = None
         for number in HANDLED:
             handler = signal.getsignal(number)
             if handler is not signal.SIG_IGN and handler is not None:  # None: not from Python
@@ -57,6 +59,11 @@ class Signals:
         os.close(self._reading)
         os.close(self._writing)
 
+    def resend(self) -> None:
+        """After `close`: let a signal that came have the effect that it has without a trainer, such as ending this process."""
+        if self._received is not None and self._users[self._received] is signal.SIG_DFL:
+            os.kill(os.getpid(), self._received)
+
     def _put_back(self) -> None:
         Signals._open = None
         signal.set_wakeup_fd(self._wakeup)
@@ -65,6 +72,7 @@ class Signals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
         self._ask(f"received {signal.Signals(number).name}")
         if callable(self._users[number]):
             self._users[number](number, frame)

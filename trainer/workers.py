@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.util import Finalize
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data._utils.worker import _worker_loop
 
+from .launch import end_with_parent
 from .randomness import mix
 
 _PATIENCE = 1.0  # seconds that a worker has to end when its training process does
@@ -31,18 +33,22 @@ def loader_options(options: Mapping[str, Any], seed: int | None) -> dict[str, An
     added: dict[str, Any] = {"generator": generator, **options}
     if options.get("num_workers"):
         _end_with(os.getpid())
-        added["worker_init_fn"] = functools.partial(_start, _ending, options.get("worker_init_fn"))
+        # the system watches over the thread that starts them: another than the main one may end before they are done
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        added["worker_init_fn"] = functools.partial(_start, parent, _ending, options.get("worker_init_fn"))
     return added
 
 
 _ending = torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]  # seen by living workers
 
 
-def _start(ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
+def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
     def outlive(signal_number: int, frame: object) -> None:
         if ending:
             os._exit(0)
 
+    if parent is not None:
+        end_with_parent(parent)
     for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(signal_number, outlive)
     if of_user is not None:

@@ -26,9 +26,9 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from . import wrapper
-from .launch import Launch, agree_on_key, choose_device, end_with_parent, local_rank_in
+from .launch import Launch, agree_on_key, choose_device, device_of_group, end_with_parent, local_rank_in
 from .parcel import pack, sendable, unpack
-from .roll_call import RollCall
+from .roll_call import CAUSE, TOO, RollCall
 
 T = TypeVar("T")
 
@@ -89,10 +89,12 @@ class World:
             return world._checked_for(device)
         if dist.is_initialized():
             launch = Launch(dist.get_rank(), dist.get_world_size(), local_rank_in(os.environ))
-            world = cls(launch, _device_of_open_group(device, launch.local_rank), owns_group=False)
+            backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+            world = cls(launch, device_of_group(device, launch.local_rank, backends), owns_group=False)
         else:
             launch = Launch.from_environment(os.environ)
-            end_with_parent(os.environ)
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                end_with_parent(os.getppid())
             chosen = choose_device(device, launch.local_rank)
             if launch.size > 1:
                 _open_group(launch, chosen, timeout or FIRST_TIMEOUT)
@@ -269,16 +271,13 @@ class World:
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
         self.failed = True
+        consequence = self.is_consequence(error)
         if self.roll_call is not None:
-            self.roll_call.say_failing()
-        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-            return
-        if self.is_consequence(error):
-            time.sleep(2)  # never the cause. torchrun compares whole seconds: the agent must have seen the other rank first
-        try:
-            raise error
-        except BaseException:  # the handler writes down the traceback of what is being handled
-            get_error_handler().record_exception(error)
+            self.roll_call.say_failing(TOO if consequence else CAUSE)
+        if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
+            # torchrun compares whole seconds: the agent must have seen the other rank first
+            time.sleep(2.0 if self.roll_call is None else max(0.0, 2.0 - self.roll_call.seconds_since_asked()))
+        _record(error)
 
     def _broadcast(self, value: T, device: torch.device) -> T:
         packed: list[Any] = [pack(value) if self.is_main else None]
@@ -305,18 +304,6 @@ def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> Non
     )
 
 
-def _device_of_open_group(asked: str | None, local_rank: int | None) -> torch.device:
-    backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-    nccl = backends.get("cuda") == "nccl"
-    wanted = torch.device(asked or ("cuda" if nccl and torch.cuda.is_available() else "cpu"))
-    if wanted.type not in backends:
-        raise RuntimeError(
-            f"the open process group communicates over {dist.get_backend()!r}, which does not serve {wanted.type!r}: open it "
-            "with backend 'gloo' for the CPU or 'nccl' for GPUs, or let World.from_env open it"
-        )
-    return choose_device(str(wanted), local_rank)
-
-
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """torch's own rendezvous over the environment, under a key that no earlier opening has used.
 
@@ -339,12 +326,22 @@ _stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
 register_rendezvous_handler("ddp-trainer", _rendezvous)  # type: ignore[no-untyped-call]
 
 
+def _record(error: BaseException) -> None:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        try:
+            raise error
+        except BaseException:  # the handler writes down the traceback of what is being handled
+            get_error_handler().record_exception(error)
+
+
 @atexit.register
 def _close_forgotten() -> None:
     """Close what a script has left open, so that the process ends cleanly; after an error nothing communicates."""
+    error = getattr(sys, "last_value", None)  # what nobody caught, wherever it was raised
     if (world := World._opened_here()) is not None:
-        error = getattr(sys, "last_value", None)  # what nobody caught, wherever it was raised
         if error is not None and not world.failed:
             world.record_failure(error)
         world.running_hook = None
         world.close()
+    elif error is not None and not os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", "")):
+        _record(error)
