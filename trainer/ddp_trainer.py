@@ -143,15 +143,7 @@ class DDPTrainer(Steps):
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
         except BaseException as raised:
-            consequence = self.world.is_consequence(raised)
-            error = raised if consequence else explained(raised, self)
-            self._hooks.on_exception(self, error)
-            self._agreement.close()  # from here on torchrun may end this process at once
-            if consequence:
-                self._agreement.obey()
-                error = explained(raised, self)
-            self.world.record_failure(error)
-            if error is raised:
+            if (error := self._told(raised)) is raised:
                 raise
             raise error from raised
         finally:
@@ -313,6 +305,19 @@ class DDPTrainer(Steps):
             self._hooks.on_safe_point(self)
 
     # ------------------------------------------------------------------------------------------------------ its parts
+
+    def _told(self, error: BaseException) -> BaseException:
+        """Tell the callbacks and torchrun of what ends `fit`; returns it with more said, where there is more to say."""
+        consequence = self.world.is_consequence(error)
+        if not consequence:
+            error = explained(error, self)
+        self._hooks.on_exception(self, error)
+        self._agreement.close()  # from here on torchrun may end this process at once
+        if consequence:
+            self._agreement.obey()
+            error = explained(error, self)
+        self.world.record_failure(error)
+        return error
 
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""
