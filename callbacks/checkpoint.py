@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from trainer import Callback, CheckpointFolder, DDPTrainer
 
@@ -113,13 +113,10 @@ class Checkpoint(Callback):
         )
         if not due and not self._is_best:
             return
-        if not _all_finite(trainer.model):
-            _log.error("Checkpoint: nothing is saved at step %d, where parameters are not finite", state.step)
-            return
         # best.pt first: a step file that knows of a best evaluation must never be there without it
         names = ["best.pt"] * self._is_best + [f"step-{state.step:08d}.pt"] * due
         self._is_best = False
-        self._tolerate(lambda: self._save(names, trainer.state_dict(), state.step))
+        self._tolerate(lambda: self._save(names, trainer))
         if due:
             self._saved_at = time.monotonic()
 
@@ -149,26 +146,32 @@ class Checkpoint(Callback):
             f"that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"
         )
 
-    def _save(self, names: list[str], content: dict[str, Any], step: int) -> None:
-        def retire() -> None:
-            """Remove what is older than the last few, and what a run that was abandoned for this one had written beyond it."""
-            steps = self._files.steps()
-            current = [other for other in steps if other <= step]
-            for other in set(steps) - set(current[-self._keep_last :]):
-                steps[other].unlink(missing_ok=True)
+    def _save(self, names: list[str], trainer: DDPTrainer) -> None:
+        step, best = trainer.state.step, self._best
+        parameters = [name for name, _ in trainer.model.named_parameters()]
 
-        def settle() -> None:
+        def write(content: Mapping[str, Any]) -> None:
+            if not _all_finite([content["model"][name] for name in parameters if name in content["model"]]):
+                _log.error("Checkpoint: nothing is saved at step %d, where parameters are not finite", step)
+                return
+            for name in names:
+                self._files.write(name, content)
             self._best_on_disk = best
-            retire()
+            self._retire(step)
 
-        self._has_written, best = True, self._best
+        self._has_written = True
         if self._async_write:
             self._tolerate(self._files.wait)  # for the file before; if that failed, this one is written all the same
-            self._files.write_behind(names, content, then=settle)
-            return
-        for name in names:
-            self._files.write(name, content)
-        settle()
+            self._files.write_behind(trainer.state_dict(), write)
+        else:
+            write(trainer.state_dict())
+
+    def _retire(self, newest: int) -> None:
+        """Remove what is older than the last few, and what a run that was abandoned for this one had written beyond it."""
+        steps = self._files.steps()
+        current = [step for step in steps if step <= newest]
+        for step in set(steps) - set(current[-self._keep_last :]):
+            steps[step].unlink(missing_ok=True)
 
     def _tolerate(self, action: Callable[[], None]) -> None:
         """Run what may find that a file could not be written; that ends the run, or is logged."""
@@ -181,10 +184,9 @@ class Checkpoint(Callback):
             _log.warning("Checkpoint: the run goes on without a file that could not be written: %s", error)
 
 
-def _all_finite(model: nn.Module) -> bool:
-    """Whether all parameters are. A sum is ten times as fast as looking at each number, and hides none that is not."""
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    if not parameters or torch.stack([parameter.sum().isfinite() for parameter in parameters]).all():
+def _all_finite(parameters: list[Tensor]) -> bool:
+    """Whether all their numbers are. A sum is ten times as fast as looking at each number, and hides none that is not."""
+    if not parameters or torch.stack([parameter.detach().sum().isfinite() for parameter in parameters]).all():
         return True
     return all(bool(parameter.isfinite().all()) for parameter in parameters)  # a sum of finite numbers may overflow
 

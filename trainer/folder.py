@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,25 +78,23 @@ class CheckpointFolder:
         checkpoint.write(path, content)
         return path
 
-    def write_behind(self, names: Sequence[str], content: Mapping[str, Any], then: Callable[[], None]) -> None:
-        """Copy `content`, and write it under each of `names`, then call `then`, while the caller goes on.
+    def write_behind(self, content: Mapping[str, Any], work: Callable[[Mapping[str, Any]], None]) -> None:
+        """Copy `content`, and let `work`, which calls `write`, have the copy, in a thread, while the caller goes on.
 
-        Waits for the write before. Raises that one's error if it failed, and TypeError as `checkpoint.check_plain` does.
+        Waits for the work before. Raises that one's error if it failed, and TypeError as `checkpoint.check_plain` does.
         """
         self.wait()
         checkpoint.check_plain(content)
         copied, settle = self._copies.take(content)
 
-        def work() -> None:
+        def run() -> None:
             try:
                 settle()
-                for name in names:
-                    self.write(name, copied)
-                then()
+                work(copied)
             except BaseException as error:
                 self._error = error
 
-        self._writing = threading.Thread(target=work, name="checkpoint")  # no daemon: Python waits for it when it ends
+        self._writing = threading.Thread(target=run, name="checkpoint")  # no daemon: Python waits for it when it ends
         self._writing.start()
 
     def wait(self) -> None:
