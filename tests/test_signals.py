@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import Checkpoint
-from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, toy_trainer
+from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import Callback, CheckpointFolder, DDPTrainer, World
 
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
@@ -127,6 +127,22 @@ def test_workers_are_gone_with_their_process_after_an_error(ranks: Ranks, tmp_pa
     workers = [int(path.name) for path in tmp_path.iterdir()]
     assert workers
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_of_every_start_method_work(method: str) -> None:
+    model = Toy()
+    options = {"num_workers": 1, "multiprocessing_context": method}
+    config = toy_trainer(1, batch_size=1).config
+    trainer = DDPTrainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        Numbers(3),
+        loss_fn=mean_of_outputs,
+        loader_options=options,
+        config=config,
+    )
+    assert trainer.fit().step == 3
 
 
 class Once(Callback):

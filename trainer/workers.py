@@ -47,7 +47,7 @@ def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | N
         if ending:
             os._exit(0)
 
-    if parent is not None:
+    if os.getppid() == parent:  # not where a server forks the workers
         end_with_parent(parent)
     for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(signal_number, outlive)
