@@ -31,6 +31,7 @@ def test_two_fits_and_a_second_trainer_in_one_process_leave_cleanly_with_everyth
     """H-01 and M-16, under torchrun: the group is gone after close, and nothing is said about it at the end."""
     done = run_torchrun(
         """
+import os
 import torch.distributed as dist
 from tests.helpers import Recorder, toy_trainer
 
@@ -49,7 +50,7 @@ for number in range(3):
     assert trainer.evaluate() == {"loss": -30.0}  # the means of four windows of 0..15, times the mean of 0, 1, 2
     trainer.close()
     assert not dist.is_initialized()
-print(f"rank {trainer.world.rank} is done")
+os.write(1, f"rank {trainer.world.rank} is done\\n".encode())  # at once, beside the other rank
 """,
         2,
         timeout=LIMIT,

@@ -16,6 +16,10 @@ from typing import Any, Protocol
 import torch
 
 
+# Looked up here: a forked process must not, as another thread of its parent's may have held the dynamic linker's lock.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
 @dataclass(frozen=True)
 class Launch:
     """Who this process is among all that were launched together."""
@@ -58,8 +62,8 @@ def local_rank_in(environment: Mapping[str, str]) -> int | None:
 
 def end_with_parent(parent: int) -> None:
     """On Linux: let the system end this process as soon as process `parent`, which started it, has gone, however it went."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if _prctl is not None:
+        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it went just before
             os.kill(os.getpid(), signal.SIGKILL)
 

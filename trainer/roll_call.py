@@ -18,7 +18,7 @@ class RollCall:
         self._store = store
         self._rank = rank
         self._size = size
-        self._asked = 0.0
+        self._asked: float | None = None
 
     def say_failing(self, why: str) -> None:
         """`why`: `CAUSE`, or `TOO` for a rank whose collective has failed. What was said first stays."""
@@ -42,8 +42,8 @@ class RollCall:
         return causes, silent
 
     def seconds_since_asked(self) -> float:
-        """Many, if nobody has asked."""
-        return time.monotonic() - self._asked
+        """0 if nobody has asked."""
+        return 0.0 if self._asked is None else time.monotonic() - self._asked
 
     def _key(self, rank: int) -> str:
         return f"failing/{rank}"

@@ -276,7 +276,8 @@ class World:
             self.roll_call.say_failing(TOO if consequence else CAUSE)
         if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
             # torchrun compares whole seconds: the agent must have seen the other rank first
-            time.sleep(2.0 if self.roll_call is None else max(0.0, 2.0 - self.roll_call.seconds_since_asked()))
+            waited = 0.0 if self.roll_call is None else self.roll_call.seconds_since_asked()
+            time.sleep(max(0.0, 2.0 - waited))
         _record(error)
 
     def _broadcast(self, value: T, device: torch.device) -> T:
