@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 
-
 # Looked up here: a forked process must not, as another thread of its parent's may have held the dynamic linker's lock.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
