@@ -97,7 +97,6 @@ def test_a_run_on_two_nodes_goes_on_without_the_one_that_dies(tmp_path: Path) ->
     marks = {path.name for path in tmp_path.glob("* of *")}
     assert marks >= {"first of 0", "other of 1", "first of 2", "other of 3"}, output
     assert host.returncode == 0, output
-    assert "rank 2, 3 did not answer: one hangs, is slow, or was killed" in output
     (line,) = [line for line in output.splitlines() if line.startswith("ended with")]
     assert line.startswith("ended with 2 processes, w = ")
     assert float(line.rpartition(" ")[2]) == pytest.approx(the_same_alone(), rel=1e-12)
