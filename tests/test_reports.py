@@ -413,3 +413,19 @@ def test_a_rank_that_joins_after_the_first_report_must_have_its_keys(ranks: Rank
     assert outcomes[1].error == "ValueError"
     assert "['loss']" in outcomes[1].message
     assert "['b', 'loss']" in outcomes[1].message
+
+
+def test_a_rank_that_never_has_a_sample_hears_of_the_others_bad_losses(ranks: Ranks) -> None:
+    """Windows of one sample: rank 1 has none to mark a step with."""
+
+    def fit() -> tuple[int, list[str]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = toy_trainer([1.0, math.inf, 2.0, 3.0], global_batch_size=1, lr=0.0, log_every=4, on_nonfinite="warn")
+            step = trainer.fit().step
+        return step, [str(item.message) for item in caught if str(item.message).startswith("the loss was")]
+
+    (step, said), other = ranks(2, fit)
+    assert (step, other) == (4, (4, []))
+    assert len(said) == 1
+    assert "the loss was not finite at step 2 on rank 0" in said[0]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
@@ -124,10 +124,11 @@ def final(folder: Path) -> Found:
 
 @cache
 def uninterrupted() -> Found:
-    folder = Path(mkdtemp(prefix="uninterrupted-"))
-    Ranks()(2, train, folder, 0, (), None, 0, 0.0)
-    assert_each_sample_once(folder)
-    return final(folder)
+    with TemporaryDirectory(prefix="uninterrupted-") as name:
+        folder = Path(name)
+        Ranks()(2, train, folder, 0, (), None, 0, 0.0)
+        assert_each_sample_once(folder)
+        return final(folder)
 
 
 def assert_the_uninterrupted_run(folder: Path) -> None:

@@ -58,8 +58,12 @@ class Reporter:
     def end_step(self, step: int, samples: int) -> None:
         """The window of optimizer step `step`, over `samples` on all ranks."""
         self._samples += samples
-        if len(self._marked) < len(self._slots) and self._sums.keys:
-            self._slots[len(self._marked)].copy_(self._sums.total("loss"))
+        if len(self._marked) < len(self._slots):
+            slot = self._slots[len(self._marked)]
+            if self._sums.keys:
+                slot.copy_(self._sums.total("loss"))
+            else:  # no sample yet, but the same steps are marked on every rank
+                slot.zero_()
             self._marked.append(step)
 
     def note_rates(self, optimizer: Optimizer) -> None:
