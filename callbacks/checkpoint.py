@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -47,9 +47,9 @@ class Checkpoint(Callback):
         every_minutes: float | None = None,
         keep_last: int = 3,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         async_write: bool = True,
-        on_error: str = "stop",
+        on_error: Literal["stop", "warn"] = "stop",
     ) -> None:
         _check_counts(every_steps=every_steps, every_epochs=every_epochs, keep_last=keep_last)
         _check_others(folder, every_minutes, monitor, mode, async_write, on_error)

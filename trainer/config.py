@@ -54,6 +54,9 @@ class TrainerConfig:
     """`torch.compile` for the model's forward while `fit` runs; the keys of its state stay as they are."""
     channels_last: bool = False
     """Lay weights and batches of four dimensions (images) out with the channels last, which convolutions on GPUs like."""
+    cuda_graph: bool = False
+    """On a GPU, record what the steps do there as CUDA graphs and replay that: see `capture.Capture` for what it asks of the
+    steps. Elsewhere: one warning, and nothing else."""
     sync_batchnorm: bool = False
     """BatchNorm normalises by the batches of all ranks together (torch has that for CUDA only; on CPU: one warning)."""
     gradient_compression: Compression | None = None
@@ -76,13 +79,18 @@ class TrainerConfig:
         for name in ("epochs", "max_steps", "global_batch_size", "eval_batch_size", "eval_every"):
             self._check_count(name, optional=True)
         self._check_count("seed", optional=True, least=0)
-        for name in ("compile", "channels_last", "sync_batchnorm", "shuffle", "drop_last"):
+        for name in ("compile", "channels_last", "cuda_graph", "sync_batchnorm", "shuffle", "drop_last"):
             self._check_type(name, bool, "True or False")
         self._check_type("monitor", str, "a key of the evaluation")
         self._check_type("ddp_options", Mapping, "a mapping of DistributedDataParallel's keyword arguments")
         self._check_type("scaler_options", Mapping, "a mapping of GradScaler's keyword arguments")
         if self.scaler_options and self.precision != "fp16":
             raise ValueError(f"scaler_options belong to precision='fp16'; found precision={self.precision!r}")
+        if self.cuda_graph and (self.precision == "fp16" or self.ddp_options.get("find_unused_parameters")):
+            raise ValueError(
+                "cuda_graph=True excludes precision='fp16', whose updates the host decides about (bf16 works), and "
+                "find_unused_parameters: a recording uses the same parameters every time"
+            )
         self._check_choice("schedule", get_args(Schedule))
         self._check_choice("precision", get_args(Precision))
         self._check_choice("on_nonfinite", get_args(OnNonfinite))

@@ -16,9 +16,10 @@ from torch.utils.data import Dataset, Sampler
 from . import checks, folder, snapshot
 from .agreement import StopAgreement
 from .callback import Callback, Dispatcher
+from .capture import Capture
 from .config import TrainerConfig
 from .evaluation import Parts, evaluate, predict
-from .failure import explained
+from .failure import told
 from .metrics import as_mapping
 from .plan import Window
 from .precision import Precision
@@ -39,7 +40,7 @@ class DDPTrainer(Steps):
     The sequence of optimizer updates is a function of (seed, data, global batch) alone. The same script runs as
     ``python script.py`` and under ``torchrun``. Subclass it and override the steps, or instantiate it with a `loss_fn`.
 
-    The loop of `fit`, with every hook in its place::
+    The loop of `fit`, with every hook in its place:
 
         on_fit_start
         for each epoch:
@@ -76,12 +77,8 @@ class DDPTrainer(Steps):
     Raises TypeError or ValueError on every rank for arguments that cannot work, and for ranks that were given different ones.
     """
 
-    model: nn.Module
-    """The bare module, without any wrapper."""
     _reporter: Reporter  # these two anew in each `fit`
     _weighting: Weighting
-    eval_sets: dict[str, Dataset[Any]]
-    """The evaluation data by name; a single dataset has the name ''. Empty if there is none."""
 
     def __init__(
         self,
@@ -106,8 +103,7 @@ class DDPTrainer(Steps):
         self.world.outside_hook("DDPTrainer")
         self._replica = Replica(model.to(self.world.device), self.world, self.config)
         self.model = self._replica.model
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
+        self.optimizer, self.loss_fn = optimizer, loss_fn
         self.state = TrainerState()
         with self.world.together():  # what is wrong on one rank is an error on all
             self.eval_sets = checks.named_sets(eval_data, "eval_data")
@@ -120,6 +116,7 @@ class DDPTrainer(Steps):
         self._precision = Precision(self.config.precision, self.world.device, self.config.scaler_options)
         self._replica.check_windows(self._train.window_sizes)
         self._parts = Parts(self._replica, self._precision)
+        self._capture = Capture(self.world, self.config, self._train.window_size)
         self._agreement = StopAgreement(self.world, self.config.log_every, self.config.max_minutes)
         checks.agree(self.world, self.model, self._train.samples, self.eval_sets, self.config)
         self._replica.align()
@@ -143,11 +140,12 @@ class DDPTrainer(Steps):
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
         except BaseException as raised:
-            if (error := self._told(raised)) is raised:
+            if (error := told(raised, self, self._hooks, self._agreement)) is raised:
                 raise
             raise error from raised
         finally:
             self._agreement.close()
+            self._capture.release()
             self._replica.release()
         return self.state
 
@@ -238,6 +236,7 @@ class DDPTrainer(Steps):
     def _fit_epoch(self) -> None:
         self.before_epoch()
         self._replica.refresh()
+        self._capture.refresh(self.model)
         window = None
         for window, batches in self._train.windows(self.state):
             updated = self._step(window, batches)
@@ -249,31 +248,43 @@ class DDPTrainer(Steps):
     def _step(self, window: Window, batches: Iterable[Any]) -> bool:
         """One optimizer update; False when fp16 gradients overflowed, and it was skipped on all ranks."""
         self._replica.begin_window(window)
+        self._capture.begin_window(window)
         for number, (share, batch) in enumerate(zip(window.micro_batches, batches, strict=True)):
-            last = number == len(window.micro_batches) - 1
             batch = self.prepare_batch(batch)
             if self.config.seed is not None:  # after the fetch, which draws from the same generators
                 seed_generators(mix(STEP, self.config.seed, self.state.window, number, self.world.rank), self.world.device)
-            with self._precision.autocast():
-                output = as_mapping(self.training_step(self._replica.handed(last), batch), "training_step")
-            loss = checks.check_loss(output)
-            if last:
-                self._replica.require_call()
+            last = number == len(window.micro_batches) - 1
+            output = self._capture.run_pass(self._pass, batch, len(share), window, last)
             self._reporter.add(output, len(share))
-            self._precision.scale(self._weighting.weigh(loss, len(share), window)).backward()  # type: ignore[no-untyped-call]
-            del output, loss  # a value that still has a graph would keep it alive through the next forward
+            del output  # a value that still has a graph would keep it alive through the next forward
         self._replica.end_window(window)
         self._precision.unscale(self.optimizer)
         self._weighting.settle(self._replica.trainable, window)
-        if self.config.max_grad_norm is not None:
-            self._reporter.grad_norm = nn.utils.clip_grad_norm_(self._replica.trainable, self.config.max_grad_norm)
-        updated = not self._precision.overflowed(self.optimizer)
+        self._reporter.note_rates(self.optimizer)
+        updated, self._reporter.grad_norm = self._capture.run_update(self._update, self.optimizer)
         if updated:
-            self._reporter.note_rates(self.optimizer)
-            self.optimizer_step()
             self._schedule.after_step()
-        self._replica.zero_gradients()
         return updated
+
+    def _pass(self, batch: Any, samples: int, window: Window, last: bool) -> Mapping[str, Any]:
+        """Forward and backward of one micro-batch; what `training_step` returned."""
+        with self._precision.autocast():
+            output = as_mapping(self.training_step(self._replica.handed(last), batch), "training_step")
+        loss = checks.check_loss(output)
+        if last:
+            self._replica.require_call()
+        self._precision.scale(self._weighting.weigh(loss, samples, window)).backward()  # type: ignore[no-untyped-call]
+        return output
+
+    def _update(self) -> tuple[bool, Tensor | None]:
+        """Whether the parameters were updated, and the norm of the gradient, which is zeroed."""
+        trainable, norm = self._replica.trainable, None
+        if self.config.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(trainable, self.config.max_grad_norm)
+        if updated := not self._precision.overflowed(self.optimizer):
+            self.optimizer_step()
+        self._capture.zero_gradients(trainable)
+        return updated, norm
 
     def _settle(self, window: Window, updated: bool) -> None:
         """What follows an update: counters first, then report, evaluation, hooks, and the agreement on stopping."""
@@ -305,19 +316,6 @@ class DDPTrainer(Steps):
             self._hooks.on_safe_point(self)
 
     # ------------------------------------------------------------------------------------------------------ its parts
-
-    def _told(self, error: BaseException) -> BaseException:
-        """Tell the callbacks and torchrun of what ends `fit`; returns it with more said, where there is more to say."""
-        consequence = self.world.is_consequence(error)
-        if not consequence:
-            error = explained(error, self)
-        self._hooks.on_exception(self, error)
-        self._agreement.close()  # from here on torchrun may end this process at once
-        if consequence:
-            self._agreement.obey()
-            error = explained(error, self)
-        self.world.record_failure(error)
-        return error
 
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""

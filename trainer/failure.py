@@ -11,6 +11,8 @@ import torch
 from .config import TrainerConfig
 
 if TYPE_CHECKING:
+    from .agreement import StopAgreement
+    from .callback import Dispatcher
     from .ddp_trainer import DDPTrainer
 
 _HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
@@ -23,6 +25,20 @@ _PHASES = {  # by the function that was running, innermost first
     "_step": "in a training step",
     "_begin": "to set up",
 }
+
+
+def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement: StopAgreement) -> BaseException:
+    """Tell the callbacks and torchrun of what ends `fit`; returns it with more said, where there is more to say."""
+    consequence = trainer.world.is_consequence(error)
+    if not consequence:
+        error = explained(error, trainer)
+    hooks.on_exception(trainer, error)
+    agreement.close()  # from here on torchrun may end this process at once
+    if consequence:
+        agreement.obey()
+        error = explained(error, trainer)
+    trainer.world.record_failure(error)
+    return error
 
 
 def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:

@@ -1,7 +1,5 @@
 """Means travel as sums and weights: `WeightedSums` collects them without ever waiting for the device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from numbers import Real

@@ -144,10 +144,6 @@ class Replica:
         """Equal on all ranks as long as their parameters are, bit for bit."""
         return tuple(checksum.per_parameter(self.parameters).tolist())
 
-    def zero_gradients(self) -> None:
-        for parameter in self.trainable:
-            parameter.grad = None
-
     def raise_drift(self, step: int) -> None:
         """Name the parameters that differ between the ranks in a RuntimeError, the same on every rank. Called on every rank."""
         gathered = self._world.gather(self.fingerprint())

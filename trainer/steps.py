@@ -7,22 +7,32 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
 
 from . import checks
 from .config import TrainerConfig
 from .data import to_device
 from .meters import EvalOutput
 from .metrics import StepOutput
+from .state import TrainerState
 from .world import World
 
 
 class Steps:
     """The steps of a run. Override what your run does otherwise; every method runs on every rank."""
 
-    world: World
-    config: TrainerConfig
+    model: nn.Module
+    """The bare module, without any wrapper."""
     optimizer: Optimizer
+    scheduler: LRScheduler | None
     loss_fn: Callable[[Any, Any], Tensor] | None
+    config: TrainerConfig
+    state: TrainerState
+    """Where the run is, the same on every rank. Steps may read it, never write it."""
+    world: World
+    eval_sets: dict[str, Dataset[Any]]
+    """The evaluation data by name; a single dataset has the name ''. Empty if there is none."""
 
     def training_step(self, model: nn.Module, batch: Any) -> StepOutput:
         """The loss of one micro-batch: a 0-dim tensor with a graph, the mean over the batch's samples.

@@ -1,0 +1,225 @@
+"""Captured steps: what a step does on a GPU, recorded once as CUDA graphs and replayed, which costs the host next to nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from .config import TrainerConfig
+from .metrics import Mean
+from .plan import Window
+from .world import World
+
+T = TypeVar("T")
+Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+"""Records what a function does, without doing it: gives what does it, and the function's result, which that writes anew."""
+
+_WARM_UP = 3  # windows that run eagerly first, in which optimizers and libraries set up what has no place in a recording
+_MOST_KINDS = 8  # of batches; each recording holds the memory of a forward's results
+
+
+class Capture:
+    """Runs a window's passes (forward and backward) and its update: eagerly at first, then as replays of their recordings.
+
+    A replay repeats what was sent to the GPU, on the same memory: what Python decides is decided once, when it is recorded.
+    What changes from step to step is therefore kept outside (random seeds, reports, the scheduler) or written into the memory
+    that a recording reads: batches and learning rates. Gradients keep their memory, and are zeroed in place.
+
+    Eager stay: windows shorter than the global batch, the first of each kind of batch, and, on several processes, each window's
+    last pass, whose gradients DistributedDataParallel reduces while they are computed.
+    """
+
+    def __init__(self, world: World, config: TrainerConfig, window_size: int) -> None:
+        self._record = _recorder(world) if config.cuda_graph else None
+        self._world = world
+        self._window_size = window_size
+        self._modes: list[bool] = []
+        self._kept: Sequence[nn.Parameter] = []
+        self.release()
+
+    def release(self) -> None:
+        """Forget what is recorded, and its memory; it is recorded anew where it is needed again."""
+        for parameter in self._kept:
+            parameter.grad = None
+        self._kept = []
+        self._windows = 0
+        self._replays = False
+        self._passes: dict[Any, _Recording | None] = {}
+        self._update: _Recording | None = None
+        self._rates: list[Tensor] = []
+        self._settings: list[dict[str, Any]] = []
+        self._warned = False
+
+    def refresh(self, model: nn.Module) -> None:
+        """After what may have changed the modes of the modules or what requires a gradient: a recording has them in it."""
+        modes = [module.training for module in model.modules()] + [item.requires_grad for item in model.parameters()]
+        if modes != self._modes:
+            self.release()
+        self._modes = modes
+
+    def begin_window(self, window: Window) -> None:
+        self._replays = self._keeps_gradients and window.size == self._window_size
+        self._windows += 1
+
+    def run_pass(self, function: Callable[..., T], batch: Any, samples: int, window: Window, last: bool) -> T:
+        """``function(batch, samples, window, last)``: the forward, the loss and the backward of one micro-batch."""
+        if not self._replays or (last and self._world.size > 1):
+            return function(batch, samples, window, last)
+        leaves, layout = tree_flatten(batch)
+        kind = (samples, layout, *map(_kind, leaves))
+        if kind not in self._passes and len(self._passes) == _MOST_KINDS:
+            self._warn_of_kinds()
+        elif kind not in self._passes:
+            self._passes[kind] = None
+        else:
+            recording = self._passes[kind]
+            if recording is None:
+                inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                held = tree_unflatten(inputs, layout)
+                recording = _Recording(self._recorder, "training_step", lambda: function(held, samples, window, last), inputs)
+                _check_output(recording.output)
+                self._passes[kind] = recording
+            return recording.replay(leaves)  # type: ignore[no-any-return]
+        return function(batch, samples, window, last)
+
+    def run_update(self, function: Callable[[], T], optimizer: Optimizer) -> T:
+        """``function()``: clipping, the optimizer's step, and zeroing the gradients."""
+        if not self._replays:
+            return function()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if self._update is None:
+            # The recording reads the rates from the device; to everybody else they stay the numbers they were.
+            self._rates = [torch.as_tensor(rate, dtype=torch.float32, device=self._world.device).clone() for rate in rates]
+            self._settings = _settings(optimizer)
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate
+            try:
+                self._update = _Recording(self._recorder, "the optimizer's step", function, [])
+            finally:
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
+        _check_settings(self._settings, _settings(optimizer))
+        for held, rate in zip(self._rates, rates, strict=True):
+            held.fill_(rate)
+        return self._update.replay([])  # type: ignore[no-any-return]
+
+    def zero_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """After an update. Recordings add to gradients in their place; without any, the next backward sets them."""
+        if self._keeps_gradients:
+            self._kept = parameters
+            torch._foreach_zero_([item.grad for item in parameters if item.grad is not None])
+            return
+        for parameter in parameters:
+            parameter.grad = None
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        return self._record is not None and self._windows >= _WARM_UP
+
+    @property
+    def _recorder(self) -> Recorder:
+        assert self._record is not None
+        return self._record
+
+    def _warn_of_kinds(self) -> None:
+        if self._world.is_main and not self._warned:
+            warnings.warn(
+                f"cuda_graph: batches came in more than {_MOST_KINDS} shapes; those of any other shape run eagerly. Pad them to "
+                "a few shapes",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._warned = True
+
+
+class _Recording:
+    """One function, recorded on tensors of its own."""
+
+    def __init__(self, record: Recorder, what: str, function: Callable[[], Any], inputs: list[Any]) -> None:
+        self._inputs = inputs
+        try:
+            self._replay, output = record(function)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{what} cannot be captured as a CUDA graph: {error}\nIt must not wait for the device (.item(), .cpu(), a mask "
+                "as an index). Optimizers can do without with fused=True, some also with capturable=True. Or set cuda_graph=False"
+            ) from error
+        # Without their graph, which would hold on to the stream of the recording.
+        self.output = tree_map_only(Tensor, Tensor.detach, dict(output) if isinstance(output, Mapping) else output)
+
+    def replay(self, inputs: list[Any]) -> Any:
+        """The function's result, in the tensors that hold it until the next replay."""
+        for held, given in zip(self._inputs, inputs, strict=True):
+            if isinstance(held, Tensor):
+                held.copy_(given, non_blocking=True)
+        self._replay()
+        return self.output
+
+
+def _recorder(world: World) -> Recorder | None:
+    """None where there are no CUDA graphs, with one warning on rank 0."""
+    if world.device.type == "cuda":
+        pool = torch.cuda.graph_pool_handle()
+
+        def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads write checkpoints
+                output = function()
+            return graph.replay, output
+
+        return record
+    if world.is_main:
+        warnings.warn(
+            f"cuda_graph=True has no effect: CUDA graphs need a GPU, and this runs on {world.device.type}. Steps run eagerly",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return None
+
+
+def _kind(leaf: Any) -> Any:
+    """What a recording of a pass depends on. TypeError for what cannot be told apart, and so would stay as it was."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride()
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return type(leaf), leaf
+    raise TypeError(
+        f"cuda_graph=True needs batches of tensors in tuples, lists and dicts; found {type(leaf).__name__} in one: let "
+        "prepare_batch take it apart"
+    )
+
+
+def _check_output(output: Mapping[str, Any]) -> None:
+    """Raise TypeError for a value that is no tensor: it would stay at what it was."""
+    for key, value in output.items():
+        parts = tuple(value) if isinstance(value, Mean) else (value,)
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise TypeError(
+                f"with cuda_graph=True all that training_step returns must be tensors; {key!r} holds a plain number, which would "
+                "stay as it is now. Compute it on the device, or set cuda_graph=False"
+            )
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What an update reads of each group of parameters and a tensor does not hold, without the rate."""
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "lr") and not isinstance(value, Tensor)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _check_settings(recorded: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    """Raise ValueError for a setting that has changed since the update was recorded: it would stay as it was."""
+    if recorded == now:
+        return
+    changed = sorted({key for old, new in zip(recorded, now, strict=True) for key in old | new if old.get(key) != new.get(key)})
+    raise ValueError(
+        f"cuda_graph=True: {', '.join(changed)} of the optimizer changed, but of its settings only the learning rate can follow. "
+        "OneCycleLR and CyclicLR need cycle_momentum=False"
+    )
