@@ -18,9 +18,11 @@ class TensorBoard(Callback):
     epoch. The x axis of them all is `TrainerState.step`, optimizer updates; the first is 1. NaN and infinities are
     written as they are. The fields of the config are hyper-parameters in the same file.
 
-    A resumed run adds a file to the folder that hides the points after the step it was restored at; so does a fresh run
-    in a used folder, and hides all of them. What a checkpoint has seen is on disk before the checkpoint is; besides,
-    the file is at most ten seconds behind. It is closed when `fit` ends, also by an error.
+    A resumed run adds a file to the folder, and its points take the place of those after the step it was restored at: in
+    TensorBoard's default reader tag by tag, once there is a new point; with ``--load_fast=false`` at once. A fresh run in
+    a used folder replaces the old one alike, but the table of hyper-parameters shows the folder's first: give each run
+    a folder of its own. What a checkpoint has seen is on disk before the checkpoint is; besides, the file is at most ten
+    seconds behind. It is closed when `fit` ends, also by an error.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:

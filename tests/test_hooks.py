@@ -27,7 +27,7 @@ def inside(line: str) -> Callable[[str], bool]:
 
 def promised(epochs: int, windows: int, micro_batches: int, eval_every: int) -> list[str]:
     """What the loop in DDPTrainer's docstring says will happen, in its order."""
-    text = (DDPTrainer.__doc__ or "").partition("in its place::\n")[2].partition("    Args:")[0]
+    text = (DDPTrainer.__doc__ or "").partition("in its place:\n")[2].partition("    Args:")[0]
     times = {"for each epoch:": epochs, "for each window": windows, "for each micro-batch": micro_batches}
     words = re.compile(r"\b(on_\w+|before_epoch|training_step|optimizer_step|scheduler\.step|evaluate)\b")
     events: list[str] = []

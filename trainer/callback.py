@@ -96,13 +96,19 @@ class Dispatcher:
         self._active = active
         self._callbacks = self._callbacks if active else []
         self._guard = guard
+        # The hooks of every step cost nothing where nobody overrides them.
+        self._watch_steps, self._watch_safe_points = (
+            any(getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook) for callback in self._callbacks)
+            for hook in ("on_step", "on_safe_point")
+        )
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self._run("before_fit", lambda callback: callback.before_fit(trainer))
         self._run("on_fit_start", lambda callback: callback.on_fit_start(trainer))
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        self._run("on_step", lambda callback: callback.on_step(trainer, metrics))
+        if self._watch_steps:
+            self._run("on_step", lambda callback: callback.on_step(trainer, metrics))
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         self._run("on_eval", lambda callback: callback.on_eval(trainer, metrics))
@@ -111,7 +117,8 @@ class Dispatcher:
         self._run("on_epoch_end", lambda callback: callback.on_epoch_end(trainer, metrics))
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
-        self._run("on_safe_point", lambda callback: callback.on_safe_point(trainer))
+        if self._watch_safe_points:
+            self._run("on_safe_point", lambda callback: callback.on_safe_point(trainer))
 
     def on_fit_end(self, trainer: DDPTrainer) -> None:
         self._run("on_fit_end", lambda callback: callback.on_fit_end(trainer))

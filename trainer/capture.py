@@ -49,7 +49,7 @@ class Capture:
             parameter.grad = None
         self._kept = []
         self._windows = 0
-        self._replays = False
+        self._replays = self._keeps_gradients = False
         self._passes: dict[Any, _Recording | None] = {}
         self._update: _Recording | None = None
         self._rates: list[Tensor] = []
@@ -64,8 +64,10 @@ class Capture:
         self._modes = modes
 
     def begin_window(self, window: Window) -> None:
-        self._replays = self._keeps_gradients and window.size == self._window_size
-        self._windows += 1
+        if self._record is not None:
+            self._replays = self._keeps_gradients and window.size == self._window_size
+            self._windows += 1
+            self._keeps_gradients = self._windows >= _WARM_UP
 
     def run_pass(self, function: Callable[..., T], batch: Any, samples: int, window: Window, last: bool) -> T:
         """``function(batch, samples, window, last)``: the forward, the loss and the backward of one micro-batch."""
@@ -117,10 +119,6 @@ class Capture:
             return
         for parameter in parameters:
             parameter.grad = None
-
-    @property
-    def _keeps_gradients(self) -> bool:
-        return self._record is not None and self._windows >= _WARM_UP
 
     @property
     def _recorder(self) -> Recorder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ LOADER_OPTIONS = (
     *("multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
 )
 """The keyword arguments of DataLoader that `loader_options` may hold; the trainer settles the others itself."""
+
+_AT_ONCE = 64  # micro-batches
 
 NO_EPOCH = -1
 """In place of an epoch where there is none: in evaluation."""
@@ -52,7 +55,7 @@ class Loader:
     def batches(self, asked: Iterator[Request]) -> Iterator[Any]:
         """The batches asked for, one by one. One iteration at a time."""
         if self._loader is None:  # in this process a DataLoader would add nothing but its time
-            return map(self._source.__getitem__, asked)
+            return self._source.rows(asked) if self._source.are_rows else map(self._source.__getitem__, asked)
         self._asked.pending = asked
         return iter(self._loader)
 
@@ -76,6 +79,16 @@ class _Batches(Dataset[Any]):
         self._seed = seed
         self._purpose = purpose
         self._epoch = NO_EPOCH
+        self.are_rows = type(dataset) is TensorDataset and self._collate is default_collate
+        """Whether the samples are rows of tensors, and a batch nothing but some of them: then `rows` may be asked."""
+
+    def rows(self, asked: Iterator[Request]) -> Iterator[list[Tensor]]:
+        """The batches asked for, on the device that the tensors are on; it is sent the places of many batches at once."""
+        dataset: Any = self._dataset
+        while chunk := [indices for _, _, indices in islice(asked, _AT_ONCE)]:
+            places = torch.from_numpy(np.fromiter(chain.from_iterable(chunk), np.int64)).to(dataset.tensors[0].device)
+            for part in torch.split(places, [len(indices) for indices in chunk]):
+                yield [tensor.index_select(0, part) for tensor in dataset.tensors]
 
     def __getitem__(self, request: Request) -> Any:
         epoch, positions, indices = request
@@ -125,8 +138,11 @@ def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> 
     changed in place. Copies from pinned memory to a GPU do not wait. `channels_last`: lay out four dimensions so.
     """
     if isinstance(batch, Tensor):
-        layout = torch.channels_last if channels_last and batch.ndim == 4 else torch.preserve_format
-        return batch.to(device, non_blocking=device.type == "cuda", memory_format=layout)
+        if channels_last and batch.ndim == 4:
+            return batch.to(device, non_blocking=device.type == "cuda", memory_format=torch.channels_last)
+        return batch if batch.device == device else batch.to(device, non_blocking=device.type == "cuda")
+    if type(batch) is list:  # what most batches are
+        return [to_device(value, device, channels_last) for value in batch]
     if callable(getattr(batch, "to", None)):  # PackedSequence, tokenizer outputs, graphs, ...
         return batch.to(device)
     if isinstance(batch, MutableMapping):

@@ -217,8 +217,9 @@ class DDPTrainer(Steps):
     def finished(self) -> bool:
         """Whether the planned end (``epochs`` or ``max_steps``) is reached."""
         state, config = self.state, self.config
-        limits = ((state.epoch, config.last_epoch), (state.step, config.max_steps))
-        return any(limit is not None and done >= limit for done, limit in limits)
+        if config.max_steps is not None and state.step >= config.max_steps:
+            return True
+        return config.last_epoch is not None and state.epoch >= config.last_epoch
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values and tensors (not copied). On rank 0, where the callbacks are, it is complete."""
@@ -296,10 +297,11 @@ class DDPTrainer(Steps):
         if window.last:
             state.epoch, state.epoch_samples = state.epoch + 1, 0
             self._schedule.after_epoch()
+        finished = self.finished
         self._reporter.end_step(state.step + (not updated), window.size)
-        report_due = updated and (self.finished or state.step % config.log_every == 0)
+        report_due = updated and (finished or state.step % config.log_every == 0)
         if config.eval_every is None:
-            evaluation_due = bool(self.eval_sets) and (window.last or self.finished)
+            evaluation_due = bool(self.eval_sets) and (window.last or finished)
         else:
             evaluation_due = bool(self.eval_sets) and updated and state.step % config.eval_every == 0
         if report_due or window.last:
@@ -311,7 +313,7 @@ class DDPTrainer(Steps):
         if window.last:
             self._hooks.on_epoch_end(self, checks.check_summary(self.summarize(self._reporter.take_epoch())))
         reason = self._agreement.settle(state.window, due=report_due or evaluation_due or window.last)
-        state.stop_reason = None if self.finished else reason  # on a planned end nobody was stopped
+        state.stop_reason = None if finished else reason  # on a planned end nobody was stopped
         if updated or window.last:
             self._hooks.on_safe_point(self)
 

@@ -22,13 +22,14 @@ class Precision:
     def __init__(self, kind: str, device: torch.device, scaler_options: Mapping[str, Any]) -> None:
         self._type = _TYPES.get(kind)
         self._device = device.type
+        self._nothing = nullcontext()
         self.scaler: torch.amp.GradScaler | None = None
         if kind == "fp16":
             self.scaler = torch.amp.GradScaler(self._device, **scaler_options)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For the forward and the loss."""
-        return nullcontext() if self._type is None else torch.autocast(self._device, self._type)
+        return self._nothing if self._type is None else torch.autocast(self._device, self._type)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on."""

@@ -94,7 +94,8 @@ class Replica:
 
     def begin_window(self, window: Window) -> None:
         """Rank 0's buffers on every rank, once per window."""
-        self.check_windows([window.size])
+        if self._synchronized:
+            self.check_windows([window.size])
         if self._sends_buffers:  # asked for anew each time: a forward may put another tensor in a buffer's place
             self._world.broadcast_tensors(list(self.model.buffers()))
 
@@ -105,13 +106,16 @@ class Replica:
 
     def handed(self, last: bool) -> nn.Module:
         """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
-        self._called = False
+        self._called = self._call_hook is None
         if last and not self._use_is_known:
             self._gradients_before = [_mark(parameter.grad) for parameter in self.trainable]
         return self._handed if last else self.model
 
     def require_call(self) -> None:
-        """Raise RuntimeError unless the model handed out last was called: without it the gradients would not be reduced."""
+        """Raise RuntimeError unless the wrapper handed out last was called: without it the gradients would not be reduced.
+
+        On one process that is found in a fit's first step.
+        """
         if not self._called:
             raise RuntimeError(
                 "training_step did not call the model it was given in the window's last micro-batch, so the ranks' gradients "
@@ -156,11 +160,13 @@ class Replica:
         )
 
     def _hand_out(self, module: nn.Module | None) -> None:
-        """From now on to `training_step`, in a window's last micro-batch; watched for being called."""
+        """From now on to `training_step`, in a window's last micro-batch. A wrapper is watched for being called."""
         if self._call_hook is not None:
             self._call_hook.remove()
         self._handed = self.model if module is None else module
-        self._call_hook = None if module is None else module.register_forward_pre_hook(self._note_call)
+        self._call_hook = None
+        if module is not None and module is not self.model:
+            self._call_hook = module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, module: nn.Module, inputs: Any) -> None:
         self._called = True

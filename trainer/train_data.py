@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import islice, tee
 from typing import Any, cast
 
 import torch
@@ -94,9 +94,10 @@ class TrainData:
         if self._is_stream:
             yield from self._stream.windows(epoch, start)
             return
-        shares = (share for window in self._plan.windows(start) for share in window.micro_batches)
+        windows, ahead = tee(self._plan.windows(start))
+        shares = (share for window in ahead for share in window.micro_batches)
         batches = self._loader.batches(requests(epoch, shares, self._order(epoch)))
-        for window in self._plan.windows(start):
+        for window in windows:
             yield window, islice(batches, len(window.micro_batches))
 
     def _order(self, epoch: int) -> Order:
