@@ -79,8 +79,8 @@ class Dispatcher:
         names: set[str] = set()
         if isinstance(callbacks, (str, bytes, Mapping)) or not isinstance(callbacks, Iterable):
             raise TypeError(f"callbacks must be a list of trainer.Callback instances, as in [ProgressBar()]; found {callbacks!r}")
-        self._callbacks = list(callbacks)
-        for callback in self._callbacks:
+        self.callbacks = tuple(callbacks)
+        for callback in self.callbacks:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks must be instances of trainer.Callback; found {callback!r}")
             name: Any = callback.name
@@ -94,11 +94,11 @@ class Dispatcher:
             names.add(callback.name)
         self._names = names
         self._active = active
-        self._callbacks = self._callbacks if active else []
+        self.callbacks = self.callbacks if active else ()
         self._guard = guard
         # The hooks of every step cost nothing where nobody overrides them.
         self._watch_steps, self._watch_safe_points = (
-            any(getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook) for callback in self._callbacks)
+            any(getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook) for callback in self.callbacks)
             for hook in ("on_step", "on_safe_point")
         )
 
@@ -149,7 +149,7 @@ class Dispatcher:
 
     def _run(self, hook: str, call: Callable[[Callback], None]) -> None:
         outer = self._guard.running_hook  # a state_dict is often asked for inside another hook
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             self._guard.running_hook = f"{callback.name}.{hook}"
             try:
                 call(callback)

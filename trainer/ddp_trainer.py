@@ -112,7 +112,7 @@ class DDPTrainer(Steps):
                 raise ValueError(checks.NO_LOSS_FN)
             self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self.eval_sets))
             self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
-        self.scheduler = self._schedule.scheduler
+        self.scheduler, self.callbacks = self._schedule.scheduler, self._hooks.callbacks
         self._precision = Precision(self.config.precision, self.world.device, self.config.scaler_options)
         self._replica.check_windows(self._train.window_sizes)
         self._parts = Parts(self._replica, self._precision)

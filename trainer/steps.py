@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from . import checks
+from .callback import Callback
 from .config import TrainerConfig
 from .data import to_device
 from .meters import EvalOutput
@@ -27,6 +28,8 @@ class Steps:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     loss_fn: Callable[[Any, Any], Tensor] | None
+    callbacks: tuple[Callback, ...]
+    """On rank 0; empty on the others."""
     config: TrainerConfig
     state: TrainerState
     """Where the run is, the same on every rank. Steps may read it, never write it."""
