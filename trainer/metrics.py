@@ -82,9 +82,13 @@ class WeightedSums:
     def take(self, keys: tuple[str, ...]) -> Tensor:
         """The sums of `keys`, then their weights, in one vector to be summed over ranks (zeros for unknown keys). Starts anew."""
         zero = self._zeros
-        totals = [self._totals.get(key, zero) for key in keys]
-        counts = [torch.as_tensor(self._counts.get(key, 0.0), dtype=zero.dtype, device=zero.device) for key in keys]
-        packed = torch.stack(totals + counts)
+        counts = [self._counts.get(key, 0.0) for key in keys]
+        totals = torch.stack([self._totals.get(key, zero) for key in keys])
+        if any(isinstance(count, Tensor) for count in counts):
+            weights = torch.stack([torch.as_tensor(count, dtype=zero.dtype, device=zero.device) for count in counts])
+        else:
+            weights = torch.tensor(counts, dtype=zero.dtype, device=zero.device)
+        packed = torch.cat([totals, weights])
         for total in self._totals.values():
             total.zero_()
         self._counts = dict.fromkeys(self._totals, 0.0)

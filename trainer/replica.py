@@ -37,6 +37,8 @@ class Replica:
         self._call_hook: RemovableHandle | None = None
         self._gradients_before: list[tuple[int, int] | None] | None = None
         self._use_is_known = False
+        self.parameters = list(self.model.parameters())
+        """All of them, frozen ones too."""
         self.trainable: list[nn.Parameter] = []
         """The parameters that require a gradient, as wrapped."""
 
@@ -51,17 +53,13 @@ class Replica:
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._world.broadcast_tensors(tensors)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """All of them, frozen ones too."""
-        return list(self.model.parameters())
-
     def refresh(self) -> None:
         """Wrap the model, again if another set of parameters requires gradients by now. Called on every rank.
 
         Raises ValueError when none does.
         """
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parameters = list(self.model.parameters())
+        trainable = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not trainable:
             raise ValueError(
                 "no parameter of the model requires a gradient, so there is nothing to train: call requires_grad_() on those "

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class Reporter:
         self._replica = replica
         self._sums = WeightedSums(world.device)
         self._keys: tuple[str, ...] | None = None
+        self._loss: Tensor | None = None  # the running sum, once there is one
         self._since_report: list[float] = []
         self._since_epoch: list[float] = []
         self._marks = torch.zeros(min(config.log_every, _MARKS), dtype=torch.float64, device=world.device)
@@ -54,14 +56,16 @@ class Reporter:
         if self._keys is not None and not self._sums.keys:  # this rank had no sample when the keys were agreed on
             agree_on_keys([self._keys, *[()] * (self._world.rank - 1), tuple(values)], "training_step")
         self._sums.add(values, samples)
+        if self._loss is None:
+            self._loss = self._sums.total("loss")
 
     def end_step(self, step: int, samples: int) -> None:
         """The window of optimizer step `step`, over `samples` on all ranks."""
         self._samples += samples
         if len(self._marked) < len(self._slots):
             slot = self._slots[len(self._marked)]
-            if self._sums.keys:
-                slot.copy_(self._sums.total("loss"))
+            if self._loss is not None:
+                slot.copy_(self._loss)
             else:  # no sample yet, but the same steps are marked on every rank
                 slot.zero_()
             self._marked.append(step)
@@ -80,25 +84,26 @@ class Reporter:
         if self._keys is None:
             self._keys = agree_on_keys(self._world.gather(self._sums.keys), "training_step")
             self._since_report = self._since_epoch = [0.0] * (2 * len(self._keys))
-        bad = torch.zeros(self._world.size, dtype=empty_windows.dtype, device=self._world.device)
-        bad[self._world.rank] = self._bad_marks()
-        state_of_all = torch.stack([_not_finite(self._replica.parameters).to(empty_windows.dtype), empty_windows])
-        parts = [self._sums.take(self._keys), bad, state_of_all]
-        if self._world.size > 1:
-            parts.append(checksum.words(self._replica.parameters))
-        summed = self._world.sum(torch.cat(parts))
-        sums, bad_marks, (broken_ranks, empty), *fingerprint = [
-            part.tolist() for part in summed.split_with_sizes([len(part) for part in parts])
-        ]
+        parameters, size = self._replica.parameters, self._world.size
+        of_rank = torch.zeros(size, dtype=self._marks.dtype, device=self._world.device)
+        of_rank[self._world.rank] = self._marks[: len(self._marked)].isfinite().sum()
+        extremes = _extremes(parameters)
+        of_all = torch.stack([extremes.isfinite().sum(dtype=empty_windows.dtype), empty_windows])
+        parts = [of_rank, of_all, self._sums.take(self._keys)]
+        if size > 1:
+            parts.append(checksum.words(parameters))
+        summed = iter(self._world.sum(torch.cat(parts)).tolist())  # the only wait for the device
+        bad_marks = [len(self._marked) - int(good) for good in islice(summed, size)]
+        finite, empty, sums = next(summed), next(summed), list(islice(summed, 2 * len(self._keys)))
         self._since_report = _added(self._since_report, sums)
         self._since_epoch = _added(self._since_epoch, sums)
         self._note_bad(bad_marks)
         self._marked = []
         if empty:
             self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
-        if broken_ranks:
+        if finite < size * len(extremes):
             self._broken(state.step)
-        elif fingerprint and not checksum.all_equal(fingerprint[0], self._world.size):
+        elif size > 1 and not checksum.all_equal(list(summed), size):
             self._replica.raise_drift(state.step)
 
     def take_report(self, by_items: bool) -> dict[str, float]:
@@ -136,12 +141,9 @@ class Reporter:
         finally:
             self._started += time.perf_counter() - before
 
-    def _bad_marks(self) -> Tensor:
-        """At how many of the marked steps this rank's running loss was not finite: the last ones, as it never is again."""
-        return (~self._marks[: len(self._marked)].isfinite()).sum()
-
-    def _note_bad(self, bad_marks: list[float]) -> None:
-        bad = {rank: self._marked[-int(count)] for rank, count in enumerate(bad_marks) if count}
+    def _note_bad(self, bad_marks: list[int]) -> None:
+        """At how many of the marked steps each rank's running loss was not finite: the last ones, as it never is again."""
+        bad = {rank: self._marked[-count] for rank, count in enumerate(bad_marks) if count}
         if bad and not self._first_bad_loss:
             step = min(bad.values())
             ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
@@ -165,11 +167,11 @@ class Reporter:
             self._warned.add(subject)
 
 
-def _not_finite(parameters: list[nn.Parameter]) -> Tensor:
-    """Whether a number among the parameters is not finite: 0-dim. The extremes say so; they cost a quarter of a norm."""
+def _extremes(parameters: list[nn.Parameter]) -> Tensor:
+    """The least and the greatest of each parameter's numbers, which are finite if all are. They cost a quarter of a norm."""
     numbers = [torch.view_as_real(item) if item.is_complex() else item for item in parameters]
     floating = [item.detach() for item in numbers if item.is_floating_point() and item.numel()]
-    return ~torch.stack([extreme for item in floating for extreme in item.aminmax()]).isfinite().all()
+    return torch.stack([extreme for item in floating for extreme in item.aminmax()])
 
 
 def _added(left: list[float], right: list[float]) -> list[float]:

@@ -63,6 +63,8 @@ class Weighting:
 
     def take_empty_windows(self) -> Tensor:
         """How many windows had no item at all since the last call: 0-dim, the same on every rank."""
+        if not self.by_items:
+            return self._empty_windows
         taken = self._empty_windows.clone()
         self._empty_windows.zero_()
         return taken
