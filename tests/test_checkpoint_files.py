@@ -651,3 +651,17 @@ def test_one_rank_writes_and_every_rank_can_load_as_soon_as_fit_returns(ranks: R
     found = ranks(4, run)
     assert [opened for opened, *_ in found] == [20, 0, 0, 0]
     assert [rest for _, *rest in found] == [[20, 0.0, [name(19), name(20)]]] * 4
+
+
+def test_what_was_read_outlives_its_file_and_does_not_change_it(tmp_path: Path) -> None:
+    """The model's tensors lie in the file's memory; all others are copies."""
+    path = tmp_path / name(1)
+    checkpoint.write(path, {**content(1), "model": {"w": torch.ones(1000)}, "extra": torch.ones(3)})
+    before = path.read_bytes()
+    read = checkpoint.read(path)
+    for tensor in (read["model"]["w"], read["extra"]):
+        tensor.add_(1)
+    assert path.read_bytes() == before
+    checkpoint.write(path, {**content(1), "model": {"w": torch.zeros(1000)}})
+    path.unlink()
+    assert torch.equal(read["model"]["w"], torch.full((1000,), 2.0))

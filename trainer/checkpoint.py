@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import time
@@ -71,11 +72,13 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """The content of a checkpoint, on the CPU, after its seal was verified; no code in it is run.
 
+    The tensors of its model are those in the file (where they are changed, copies), as a model copies them anyway.
+
     Raises CheckpointError for a file that is damaged, no checkpoint, or of a newer format.
     """
     try:
         _verify(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # verified: the file is in memory now
     except CheckpointError:
         raise
     except Exception as error:
@@ -84,7 +87,7 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} was not written by DDPTrainer: it holds no 'format'")
     if content["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
-    return content
+    return {key: part if key == "model" else copy.deepcopy(part) for key, part in content.items()}
 
 
 def peek(path: Path) -> dict[str, Any]:
