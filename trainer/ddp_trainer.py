@@ -328,7 +328,7 @@ class DDPTrainer(Steps):
         self.state.stop_reason = None
         checks.warn_of_evaluation_mode(self.model, self.world.is_main)
         self.model.zero_grad()
-        self._train.open(self.world)
+        self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)
         self._weighting = Weighting(self.world)
         self._reporter = Reporter(self.world, self._replica, self.config)
         self._agreement.open(self.state.step)

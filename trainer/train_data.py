@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from . import checks
+from .ahead import Ahead
 from .config import TrainerConfig
 from .data import Loader, requests
 from .order import Order, Permutation, drawn, sequence
@@ -75,8 +76,11 @@ class TrainData:
         """The sizes that the windows of an epoch have; empty where that is unknown."""
         return self._plan.window_sizes if self.samples is not None else []
 
-    def open(self, world: World) -> None:
-        """Before the first batch of a `fit`. ValueError when there is nothing to train on."""
+    def open(self, world: World, prepares: bool) -> None:
+        """Before the first batch of a `fit`. ValueError when there is nothing to train on.
+
+        `prepares`: whether the script has its own way to bring batches to the device.
+        """
         if self._dataset is None:
             raise ValueError("nothing to train on: pass train_data to DDPTrainer")
         seed = self._config.seed
@@ -86,7 +90,10 @@ class TrainData:
             self._stream = kind(self._dataset, self.options, self._cut, seed, SAMPLE, world.sum)
         else:
             self._order_seed: int = world.run_on_main(lambda: secrets.randbits(63)) if seed is None else seed
-            self._loader = Loader(self._dataset, self.options, seed, SAMPLE)
+            on_gpu = _is_gpu(world.device)
+            options = {"pin_memory": True, **self.options} if on_gpu and self.options.get("num_workers") else self.options
+            self._loader = Loader(self._dataset, options, seed, SAMPLE)
+            self._ahead = Ahead(world.device, self._config.channels_last) if on_gpu and not prepares else None
 
     def windows(self, state: TrainerState) -> Iterator[tuple[Window, Iterable[Any]]]:
         """The windows that remain of the current epoch, each with this rank's batches."""
@@ -97,6 +104,8 @@ class TrainData:
         windows, ahead = tee(self._plan.windows(start))
         shares = (share for window in ahead for share in window.micro_batches)
         batches = self._loader.batches(requests(epoch, shares, self._order(epoch)))
+        if self._ahead is not None:
+            batches = self._ahead(batches)
         for window in windows:
             yield window, islice(batches, len(window.micro_batches))
 
@@ -116,3 +125,7 @@ class TrainData:
         if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
             generator.manual_seed(seed >> 1)
         return list(map(checks.check_index, self._sampler))
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
