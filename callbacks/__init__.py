@@ -5,7 +5,8 @@ from .early_stopping import EarlyStopping
 from .jsonl import JSONLines
 from .profiler import Profiler
 from .progress import ProgressBar
+from .summary import Summary
 from .tensorboard import TensorBoard
 from .wandb import WeightsAndBiases
 
-__all__ = ["Checkpoint", "EarlyStopping", "JSONLines", "Profiler", "ProgressBar", "TensorBoard", "WeightsAndBiases"]
+__all__ = ["Checkpoint", "EarlyStopping", "JSONLines", "Profiler", "ProgressBar", "Summary", "TensorBoard", "WeightsAndBiases"]

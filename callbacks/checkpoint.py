@@ -69,6 +69,11 @@ class Checkpoint(Callback):
         self._warned = False
 
     @property
+    def folder(self) -> Path:
+        """Where the checkpoints are kept."""
+        return self._files.folder
+
+    @property
     def best_path(self) -> Path:
         """Where the best checkpoint is kept: ``best.pt`` in the folder."""
         return self._files.folder / "best.pt"

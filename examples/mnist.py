@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 from torchvision.datasets import MNIST
 
-from callbacks import Checkpoint, JSONLines, ProgressBar, TensorBoard
+from callbacks import Checkpoint, JSONLines, ProgressBar, Summary, TensorBoard
 from trainer import DDPTrainer, TrainerConfig, World
 
 FILES = [name.removesuffix(".gz") for name, _ in MNIST.resources]
@@ -133,7 +133,7 @@ def main(options: argparse.Namespace) -> None:
     )
     planned = options.epochs * -(-len(train) // config.window_size(world.size))  # steps, rounded up; --max-steps or not
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, 2 - 2 * step / planned))  # half of them at --lr, then down to 0
-    callbacks = [ProgressBar(), TensorBoard(folder), JSONLines(folder / "log.jsonl"), Checkpoint(folder)]
+    callbacks = [Summary(), ProgressBar(), TensorBoard(folder), JSONLines(folder / "log.jsonl"), Checkpoint(folder)]
     trainer = Classifier(model, optimizer, train, test, scheduler=scheduler, config=config, callbacks=callbacks, world=world)
     with trainer:
         steps = trainer.fit(resume_from=options.resume).step
