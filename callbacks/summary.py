@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -17,14 +18,15 @@ from trainer import Callback, DDPTrainer, TrainerState
 
 
 class Summary(Callback):
-    """Shows on stderr, from rank 0, a few lines when `fit` starts and one or two when it ends; after an error none.
+    """Shows on stderr, from rank 0, a few lines when `fit` starts and when it ends; after an error none at its end.
 
     At the start: processes and device, and whether the run starts afresh or resumes; the global batch and what makes it, the
     steps; the parameters, and precision and compilation that are not the default; where those callbacks write that have an
     attribute ``folder`` or ``path``.
 
     At the end: steps and epochs of this `fit` and of the whole run, the time this `fit` took and the samples it trained on per
-    second of that time, evaluations and saves included; if there were evaluations, the best value of `monitor` and the last.
+    second of that time, evaluations and saves included; the most memory that rank 0 has held, of its GPU or else of its process;
+    if there were evaluations, the best value of `monitor` and the last.
 
     - `monitor`: a key of the evaluation; with several evaluation sets ``name/key``. An unknown one is a ValueError at the
       first evaluation. None: the first key of the first evaluation.
@@ -80,7 +82,8 @@ class Summary(Callback):
         fit = f"{_count(state.step - begun.step, 'step')} and {_count(state.epoch - begun.epoch, 'epoch')}"
         samples = state.samples - begun.samples
         speed = f", {_speed(samples / seconds)} samples per second" if samples and seconds else ""
-        _print(f"{fit} in {_clock(seconds)}{speed}; {_count(state.step, 'step')} and {_count(state.epoch, 'epoch')} in all")
+        in_all = f"{_count(state.step, 'step')} and {_count(state.epoch, 'epoch')} in all"
+        _print(f"{fit} in {_clock(seconds)}{speed}; {in_all}; {_memory(trainer.world.device)}")
         if self.best is not None:
             _print(f"best {self.monitor} {self.best:g} at step {self.best_step}, last {self.last:g}")
         elif self.last is not None:
@@ -159,6 +162,14 @@ def _files(trainer: DDPTrainer) -> Iterator[str]:
 def _count(number: int, word: str) -> str:
     ending = "" if number == 1 else "es" if word.endswith("s") else "s"
     return f"{number:,} {word}{ending}"
+
+
+def _memory(device: torch.device) -> str:
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return f"peak memory {peak / 1e9:.2f} GB"
 
 
 def _clock(seconds: float) -> str:

@@ -200,7 +200,19 @@ def test_the_last_lines_tell_steps_time_and_speed_of_this_fit_and_of_all(
     now += seconds
     trainer.state.step, trainer.state.epoch, trainer.state.samples = 1001, 4, 32_000 + samples
     callback.on_fit_end(trainer)
-    assert capsys.readouterr().err.splitlines() == [f"1 step and 2 epochs in {words}; 1,001 steps and 4 epochs in all"]
+    line, _, memory = capsys.readouterr().err.partition("; peak memory ")
+    assert line == f"1 step and 2 epochs in {words}; 1,001 steps and 4 epochs in all"
+    assert 0.02 < float(memory.removesuffix(" GB\n")) < 20
+
+
+def test_the_peak_memory_of_a_gpu_is_what_its_tensors_took(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12_345_678_901)
+    callback = Summary()
+    callback.on_fit_end(fake(device="cuda"))
+    assert capsys.readouterr().err.splitlines()[0].endswith("; peak memory 12.35 GB")
 
 
 @pytest.mark.parametrize(
@@ -311,8 +323,9 @@ def test_unusable_arguments_are_named(arguments: dict[str, Any], error: type[Exc
 
 
 def shown(stderr: str) -> list[str]:
-    """The lines, the times and speeds in them replaced: those are the machine's."""
-    return [line.partition(" in 0:00:")[0] + line[line.find("; ") :] * (" in 0:00:" in line) for line in stderr.splitlines()]
+    """The lines, without what is the machine's: times, speeds, memory."""
+    lines = [line.partition("; peak memory ")[0] for line in stderr.splitlines()]
+    return [line.partition(" in 0:00:")[0] + line[line.find("; ") :] * (" in 0:00:" in line) for line in lines]
 
 
 def test_rank_0_alone_shows_a_run_from_its_start_to_its_end(ranks: Ranks) -> None:

@@ -27,7 +27,8 @@ class Replica:
         self._world = world
         self._batch_size = config.batch_size
         self._synchronized = batchnorm.is_synchronized(self.model, world)
-        self._options = config.ddp_options
+        # Gradients that lie in the buckets are not copied there. On the CPU that gains nothing.
+        self._options = {"gradient_as_bucket_view": world.device.type == "cuda", **config.ddp_options}
         self._compression = config.gradient_compression
         self._finds_unused = bool(config.ddp_options.get("find_unused_parameters"))
         self._wrapped = self.model
