@@ -88,6 +88,8 @@ class Checkpoint(Callback):
         self._files.lock()
         self._check_folder(trainer)  # again: another job may have written until now
         self._files.sweep()
+        if trainer.state.step == 0 and not self._has_written and self.best_path.exists():  # and no step file beside it
+            self._move_best_aside()
         self._saved_at = time.monotonic()
         self._is_best = False
 
@@ -143,6 +145,8 @@ class Checkpoint(Callback):
     def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
         found, step = self._files.steps(), trainer.state.step
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f"Checkpoint: {self.folder} is a file; give it a folder, to be made if need be")
         if not found or self._has_written or (step and self._files.holds(step, dict(trainer.model.named_parameters()))):
             return
         words = "a new run" if step == 0 else f"a run that goes on from step {step} of another folder"
@@ -150,6 +154,14 @@ class Checkpoint(Callback):
             f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}), and this is {words}: continue "
             f"that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"
         )
+
+    def _move_best_aside(self) -> None:
+        """A kill may have left it before the run's first step file; or it is all that was kept of another run."""
+        number = 1
+        while (aside := self.folder / f"best-{number}.pt").exists():
+            number += 1
+        self.best_path.rename(aside)
+        _log.warning("%s is of an earlier run, and this one starts afresh; moved it to %s", self.best_path, aside)
 
     def _save(self, names: list[str], trainer: DDPTrainer) -> None:
         step, best = trainer.state.step, self._best

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -42,9 +43,12 @@ class JSONLines(Callback):
         self._file: BinaryIO | None = None
 
     def before_fit(self, trainer: DDPTrainer) -> None:
-        if trainer.state.step and self.path.exists():
-            for _ in _lines_up_to(self.path, trainer.state.step):
-                pass  # raises for a file that is no log, before any callback has written anything
+        if self.path.is_dir():
+            raise IsADirectoryError(f"JSONLines: {self.path} is a folder; give it a file, such as {self.path / 'log.jsonl'}")
+        if self.path.exists():  # raises for a file that is no log, before any callback has written anything
+            for number, _ in enumerate(_lines_up_to(self.path, trainer.state.step or sys.maxsize)):
+                if trainer.state.step == 0 and number > 0:
+                    break  # it will only be moved
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

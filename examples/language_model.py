@@ -35,7 +35,7 @@ class LanguageModel(DDPTrainer):
         return {"loss": Mean(loss, (targets != PADDING).sum())}  # every token weighs the same, in whichever batch it is
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        return metrics | {"perplexity": math.exp(metrics["loss"])}  # from the mean over all tokens of all processes
+        return metrics | {"perplexity": math.exp(min(metrics["loss"], 700))}  # from the mean over all tokens of all processes
 
 
 class Block(nn.Module):

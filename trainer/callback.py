@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .spelling import check_hooks
+
 if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
@@ -92,6 +94,7 @@ class Dispatcher:
                     f"'{callback.name} 2' (the name is the key of its state in a checkpoint)"
                 )
             names.add(callback.name)
+            check_hooks(callback, Callback)
         self._names = names
         self._active = active
         self.callbacks = self.callbacks if active else ()

@@ -82,6 +82,12 @@ def read(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:
+        if type(error).__name__ == "UnpicklingError":  # torch's text advises to let the code run
+            refused = str(error).partition("GLOBAL ")[2].split(" ")[0] or "objects"
+            raise CheckpointError(
+                f"{path} was not written by DDPTrainer: it holds {refused}, and loading that could run code. Save its "
+                "state_dict() instead"
+            ) from error
         raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{path} was not written by DDPTrainer: it holds no 'format'")
@@ -171,7 +177,9 @@ def _verify(path: Path) -> None:
 
 
 def _with_free_space(error: OSError, path: Path) -> OSError:
-    free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
+    if not path.parent.is_dir():
+        return type(error)(error.errno, "its folder is gone: something has removed it while the run went on", str(path))
+    free = shutil.disk_usage(path.parent).free
     text = f"{error.strerror}; {free:,} bytes are free there. The checkpoints before are as they were"
     return type(error)(error.errno, text, str(path))
 

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import operator
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -267,8 +267,16 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
-def check_summary(metrics: Any) -> dict[str, float]:
-    """What `summarize` returned. TypeError for what is no dict of numbers."""
+def summarized(summarize: Callable[[dict[str, float]], Any], means: dict[str, float]) -> dict[str, float]:
+    """What `summarize` makes of `means`. TypeError for what is no dict of numbers."""
+    given = dict(means)
+    try:
+        metrics = summarize(means)
+    except (ArithmeticError, LookupError) as error:
+        raise type(error)(
+            f"summarize raised {type(error).__name__}: {error}, given {given}. It is called for training reports, for an epoch's "
+            "means and for evaluations, also where numbers have grown without bounds"
+        ) from error
     if not isinstance(metrics, dict):
         found = "None (is a return missing?)" if metrics is None else _kind(metrics)
         raise TypeError(f"summarize must return the metrics, a dict of numbers by name; it returned {found}")
@@ -278,6 +286,21 @@ def check_summary(metrics: Any) -> dict[str, float]:
                 f"summarize must return numbers by name; found {key!r}: {value!r} ({_kind(value)}); float(...) makes one"
             )
     return metrics
+
+
+def check_trained(model: nn.Module, optimizer: Optimizer, is_main: bool) -> None:
+    """Warn of parameters that require a gradient and are not the optimizer's; ValueError when none is."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = [(name, id(parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    left_out = [name for name, key in trainable if key not in held]
+    remedy = "build it on model.parameters(), add them with add_param_group, or freeze them with requires_grad_(False)"
+    if left_out and len(left_out) == len(trainable):
+        raise ValueError(f"no parameter that requires a gradient is the optimizer's, so nothing would be trained: {remedy}")
+    if left_out and is_main:
+        names = ", ".join(left_out[:5]) + " ..." * (len(left_out) > 5)
+        warnings.warn(
+            f"{names} require gradients, but the optimizer does not have them, so they never change: {remedy}", stacklevel=5
+        )
 
 
 def warn_of_evaluation_mode(model: nn.Module, is_main: bool) -> None:

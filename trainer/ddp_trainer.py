@@ -27,6 +27,7 @@ from .randomness import STEP, mix, seed_generators
 from .replica import Replica
 from .reports import Reporter
 from .schedule import Schedule
+from .spelling import check_methods
 from .state import TrainerState
 from .steps import Steps
 from .train_data import TrainData
@@ -96,6 +97,7 @@ class DDPTrainer(Steps):
         world: World | None = None,
     ) -> None:
         checks.check_model(model, optimizer)
+        check_methods(self, DDPTrainer)
         self.config = TrainerConfig() if config is None else config
         checks.check_settings(self.config, world, loss_fn)
         self._opened_world = world is None and not World.is_open()
@@ -103,8 +105,7 @@ class DDPTrainer(Steps):
         self.world.outside_hook("DDPTrainer")
         self._replica = Replica(model.to(self.world.device), self.world, self.config)
         self.model = self._replica.model
-        self.optimizer, self.loss_fn = optimizer, loss_fn
-        self.state = TrainerState()
+        self.optimizer, self.loss_fn, self.state = optimizer, loss_fn, TrainerState()
         with self.world.together():  # what is wrong on one rank is an error on all
             self.eval_sets = checks.named_sets(eval_data, "eval_data")
             self._train = TrainData(train_data, sampler, loader_options, self.config, self.world.rank, self.world.size)
@@ -161,7 +162,7 @@ class DDPTrainer(Steps):
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
         for name, dataset in sets.items():
-            means = checks.check_summary(self.summarize(evaluate(self, self._parts, dataset, self._train.options)))
+            means = checks.summarized(self.summarize, evaluate(self, self._parts, dataset, self._train.options))
             metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
         return metrics
 
@@ -236,7 +237,8 @@ class DDPTrainer(Steps):
 
     def _fit_epoch(self) -> None:
         self.before_epoch()
-        self._replica.refresh()
+        if self._replica.refresh():
+            checks.check_trained(self.model, self.optimizer, self.world.is_main)
         self._capture.refresh(self.model)
         window = None
         for window, batches in self._train.windows(self.state):
@@ -311,7 +313,7 @@ class DDPTrainer(Steps):
         if evaluation_due:
             self._hooks.on_eval(self, self._evaluate())
         if window.last:
-            self._hooks.on_epoch_end(self, checks.check_summary(self.summarize(self._reporter.take_epoch())))
+            self._hooks.on_epoch_end(self, checks.summarized(self.summarize, self._reporter.take_epoch()))
         reason = self._agreement.settle(state.window, due=report_due or evaluation_due or window.last)
         state.stop_reason = None if finished else reason  # on a planned end nobody was stopped
         if updated or window.last:
@@ -335,7 +337,7 @@ class DDPTrainer(Steps):
         self.world.run_on_main(lambda: self._hooks.on_fit_start(self))
 
     def _report(self) -> dict[str, float]:
-        return checks.check_summary(self.summarize(self._reporter.take_report(bool(self._weighting.by_items))))
+        return checks.summarized(self.summarize, self._reporter.take_report(bool(self._weighting.by_items)))
 
     def _evaluate(self) -> dict[str, float]:
         with self._reporter.pause():

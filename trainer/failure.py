@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
 _HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
+_NO_LIST = re.compile(r"'?(?:DistributedDataParallel|_StandIn)'? object is not (?:subscriptable|iterable)|cannot unpack non-iter")
 _PHASES = {  # by the function that was running, innermost first
     "run_on_main": "for rank 0, which reads a checkpoint or runs a hook",
     "evaluate": "in an evaluation",
@@ -51,6 +52,10 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
         text = _of_others(error, trainer)
     elif isinstance(error, AttributeError):
         text = _of_hidden_attribute(error)
+    elif isinstance(error, TypeError) and _NO_LIST.search(str(error)):
+        text = (
+            f"{error}: the model that training_step is given may be wrapped, and can only be called; its parts are self.model's"
+        )
     elif isinstance(error, RuntimeError):
         text = _of_memory(error, trainer.config)
     return error if text is None else type(error)(text)
@@ -58,12 +63,19 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
 
 def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
     """This rank's own part is only that it waited."""
-    causes, silent = ([], []) if trainer.world.roll_call is None else trainer.world.roll_call.ask()
+    causes, silent, left = ([], [], []) if trainer.world.roll_call is None else trainer.world.roll_call.ask()
     names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
+    if phase == _PHASES["run_on_main"] and trainer.world.is_main:
+        phase = "for the other ranks"
     whose = "others failed too"
     if causes:
         whose = f"rank {', '.join(map(str, causes))} failed with an error of its own"
+    elif left:
+        whose = (
+            f"rank {', '.join(map(str, left))} has closed its world: every rank must make the same calls. Is there an "
+            "`if rank == 0` around one of them?"
+        )
     elif len(silent) == 1:
         whose = f"rank {silent[0]} did not answer: it hangs, is slow, or was killed"
     elif silent:

@@ -183,7 +183,16 @@ def find(resume_from: str | Path) -> dict[str, Any] | None:
         raise FileNotFoundError(f"resume_from={str(path)!r} does not exist: name a checkpoint file, or a folder of them")
     folder = CheckpointFolder(path)
     folder.wait_for_others()
+    if not folder.steps() and (others := sorted([*path.glob("*.pt"), *path.glob("*.ckpt"), *path.glob("*/step-*.pt")])):
+        _log.warning(
+            "resume_from=%r holds no step-*.pt, so the run starts afresh; did you mean %r?", str(path), str(_of_run(others[0]))
+        )
     return folder.newest()
+
+
+def _of_run(path: Path) -> Path:
+    """What to name to resume from the run that `path` is of: its folder, or a file that no folder stands for."""
+    return path.parent if path.name.startswith("step-") else path
 
 
 def _is_still(path: Path, file: int) -> bool:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,12 +34,13 @@ class Launch:
         """Read what torchrun sets. Raises RuntimeError naming what is missing, ValueError for what is no number."""
         given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
         if not given:
-            tasks = environment.get("SLURM_NTASKS", "1")
-            if tasks.isdigit() and int(tasks) > 1:
-                raise RuntimeError(
-                    f"SLURM_NTASKS={tasks}, but RANK is missing: each Slurm task would train alone. Start one torchrun per node "
-                    "(srun --ntasks-per-node=1 torchrun ...), or unset SLURM_NTASKS to train in one process"
-                )
+            for name, launcher in (("SLURM_NTASKS", "srun --ntasks-per-node=1"), ("OMPI_COMM_WORLD_SIZE", "mpirun -N 1")):
+                tasks = environment.get(name, "1")
+                if tasks.isdigit() and int(tasks) > 1:
+                    raise RuntimeError(
+                        f"{name}={tasks}, but RANK is missing: each task would train alone. Start one torchrun per node "
+                        f"({launcher} torchrun ...), or unset {name} to train in one process"
+                    )
             return cls(0, 1, 0)
         size = _number(environment, "WORLD_SIZE") if "WORLD_SIZE" in environment else 0
         needed = ["RANK", "WORLD_SIZE"] + ([] if size == 1 else ["MASTER_ADDR", "MASTER_PORT"])
@@ -67,8 +69,11 @@ def end_with_parent(parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def choose_device(asked: str | None, local_rank: int | None) -> torch.device:
-    """The device of this process, made the current one. `asked`: a type, or a device; None: a GPU if torch sees one."""
+def choose_device(asked: str | None, local_rank: int | None, alone: bool = False) -> torch.device:
+    """The device of this process, made the current one. `asked`: a type, or a device; None: a GPU if torch sees one.
+
+    Warns a process that trains `alone` on one of several GPUs without having asked for one.
+    """
     device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type != "cuda":
         return device
@@ -80,6 +85,13 @@ def choose_device(asked: str | None, local_rank: int | None) -> torch.device:
         raise RuntimeError(
             f"this process is number {index} on its node (LOCAL_RANK), but the node has {count} GPUs: start at most {count} "
             "processes per node, or compute on the CPU with World.from_env(device='cpu')"
+        )
+    if alone and asked is None and count > 1:
+        warnings.warn(
+            f"one process on one of {count} GPUs. For all of them: torchrun --standalone --nproc-per-node {count} SCRIPT (its "
+            "options before the script); for one, without this warning: CUDA_VISIBLE_DEVICES=0",
+            UserWarning,
+            stacklevel=3,
         )
     torch.cuda.set_device(index)  # before the group is opened: object collectives use the current device
     return torch.device("cuda", index)

@@ -54,8 +54,8 @@ class Replica:
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._world.broadcast_tensors(tensors)
 
-    def refresh(self) -> None:
-        """Wrap the model, again if another set of parameters requires gradients by now. Called on every rank.
+    def refresh(self) -> bool:
+        """Wrap the model, again if another set of parameters requires gradients by now: whether it was. Called on every rank.
 
         Raises ValueError when none does.
         """
@@ -67,7 +67,7 @@ class Replica:
                 "that shall learn, before fit or in before_epoch"
             )
         if list(map(id, trainable)) == list(map(id, self.trainable)):
-            return
+            return False
         self.release()
         if self._compiles:  # in place, and inside of DDP's wrapper
             self.model.compile()
@@ -82,6 +82,7 @@ class Replica:
             # every micro-batch sees what a resumed run would see.
             self._wrapped.broadcast_buffers = False  # type: ignore[assignment]
             self._sends_buffers = True
+        return True
 
     def release(self) -> None:
         """Let go of the wrapper; the model stays as it is."""
@@ -115,6 +116,12 @@ class Replica:
 
         On one process that is found in a fit's first step.
         """
+        before = self._gradients_before
+        if before is not None and before != [_mark(parameter.grad) for parameter in self.trainable]:
+            raise RuntimeError(
+                "training_step changed the gradients itself: is there a backward() or a zero_grad() in it? Return the loss; the "
+                "trainer calls backward, clips, steps and zeroes the gradients"
+            )
         if not self._called:
             raise RuntimeError(
                 "training_step did not call the model it was given in the window's last micro-batch, so the ranks' gradients "
@@ -156,8 +163,9 @@ class Replica:
         drifted = [name for name, sums in zip(names, zip(*gathered, strict=True), strict=True) if len(set(sums)) > 1]
         raise RuntimeError(
             f"the ranks' parameters have drifted apart by step {step}: {', '.join(drifted)}. Something changes them on some "
-            "ranks only: look for code that depends on the rank, for random numbers in optimizer_step or before_epoch, and for a "
-            "forward that goes round the model that training_step was given"
+            "ranks only: look for code that depends on the rank, for random numbers in optimizer_step or before_epoch, for a "
+            "forward that goes round the model that training_step was given, and for a hook that changes the model or the "
+            "optimizer (hooks run on rank 0 only)"
         )
 
     def _hand_out(self, module: nn.Module | None) -> None:

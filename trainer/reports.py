@@ -148,7 +148,7 @@ class Reporter:
             step = min(bad.values())
             ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
             self._first_bad_loss = f"the loss was not finite at step {step} on rank {ranks}"
-            self._warn("loss", f"{self._first_bad_loss}. It is reported as it is; training goes on")
+            self._warn("loss", f"{self._first_bad_loss}. It is reported as it is")
 
     def _broken(self, step: int) -> None:
         """The parameters are no longer finite: the same on every rank."""

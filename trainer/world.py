@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from . import wrapper
 from .launch import Launch, agree_on_key, choose_device, device_of_group, end_with_parent, local_rank_in
 from .parcel import pack, sendable, unpack
-from .roll_call import CAUSE, TOO, RollCall
+from .roll_call import CAUSE, LEFT, TOO, RollCall
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class World:
             launch = Launch.from_environment(os.environ)
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 end_with_parent(os.getppid())
-            chosen = choose_device(device, launch.local_rank)
+            chosen = choose_device(device, launch.local_rank, alone=launch.size == 1)
             if launch.size > 1:
                 _open_group(launch, chosen, timeout or FIRST_TIMEOUT)
             world = cls(launch, chosen, owns_group=launch.size > 1)
@@ -252,6 +252,8 @@ class World:
             wrapper.let_go(wrapped)
         gc.collect()
         if self._owns_group and not self.failed and dist.is_initialized():
+            if self.roll_call is not None:
+                self.roll_call.say(LEFT)
             dist.destroy_process_group()
 
     def outside_hook(self, call: str) -> None:
@@ -273,7 +275,7 @@ class World:
         self.failed = True
         consequence = self.is_consequence(error)
         if self.roll_call is not None:
-            self.roll_call.say_failing(TOO if consequence else CAUSE)
+            self.roll_call.say(TOO if consequence else CAUSE)
         if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
             # torchrun compares whole seconds: the agent must have seen the other rank first
             waited = 0.0 if self.roll_call is None else self.roll_call.seconds_since_asked()

@@ -1,0 +1,83 @@
+"""What was probably meant by methods that nothing calls, or that take other arguments than they are called with."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import warnings
+from typing import Any
+
+_OF_OTHERS = {  # methods that other libraries call, and what does their work here
+    "validation_step": "the trainer calls eval_step",
+    "evaluation_step": "the trainer calls eval_step",
+    "test_step": "the trainer calls eval_step",
+    "configure_optimizers": "pass optimizer and scheduler to the trainer",
+    "train_dataloader": "pass train_data to the trainer",
+    "val_dataloader": "pass eval_data to the trainer",
+    "compute_loss": "the trainer calls training_step",
+    "compute_metrics": "the trainer calls eval_step for each batch, and summarize for the means",
+}
+_HOOKS_OF_OTHERS = {
+    "on_train_start": "on_fit_start",
+    "on_train_begin": "on_fit_start",
+    "on_train_end": "on_fit_end",
+    "on_epoch_start": "on_fit_start and on_epoch_end; before_epoch of the trainer",
+    "on_epoch_begin": "on_fit_start and on_epoch_end; before_epoch of the trainer",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_batch_end": "on_step",
+    "on_step_end": "on_step",
+    "on_batch_end": "on_step",
+    "on_validation_end": "on_eval",
+    "on_validation_epoch_end": "on_eval",
+    "on_evaluate": "on_eval",
+    "on_log": "on_step",
+    "on_save": "on_safe_point",
+}
+_ARGUMENTS = {
+    "training_step": "(self, model, batch)",
+    "eval_step": "(self, model, batch)",
+    "predict_step": "(self, model, batch)",
+    "prepare_batch": "(self, batch)",
+    "summarize": "(self, metrics)",
+    "optimizer_step": "(self)",
+    "before_epoch": "(self)",
+}
+
+
+def check_methods(trainer: Any, of_all: type) -> None:
+    """TypeError for an overridden step that cannot be called as it is. Warns of methods that nothing calls.
+
+    `of_all`: the class whose methods every trainer has.
+    """
+    for name in dir(type(trainer)):
+        if name.startswith("_") or hasattr(of_all, name) or not callable(getattr(type(trainer), name)):
+            continue
+        instead = _OF_OTHERS.get(name)
+        if instead is None and (meant := _close(name, list(_ARGUMENTS))):
+            instead = f"did you mean {meant}?"
+        if instead is not None:
+            _warn(f"{type(trainer).__name__}.{name} is never called by the trainer: {instead}")
+    for name, wanted in _ARGUMENTS.items():
+        signature = inspect.signature(getattr(trainer, name))
+        try:
+            signature.bind(*[None] * wanted.count(","))
+        except TypeError:
+            raise TypeError(f"{name} must take {wanted}; found it with {signature}, self left out") from None
+
+
+def check_hooks(callback: Any, of_all: type) -> None:
+    """Warn of methods that look like hooks, and are none."""
+    hooks = [name for name in vars(of_all) if name.startswith(("on_", "before_"))]
+    for name in dir(type(callback)):
+        if name.startswith(("on_", "before_")) and name not in hooks and callable(getattr(type(callback), name)):
+            meant = _HOOKS_OF_OTHERS.get(name) or _close(name, hooks)
+            if meant:
+                _warn(f"{type(callback).__name__}.{name} is no hook, and never called: did you mean {meant}?")
+
+
+def _close(name: str, known: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.8)), None)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=5)
