@@ -88,7 +88,8 @@ class Checkpoint(Callback):
         self._files.lock()
         self._check_folder(trainer)  # again: another job may have written until now
         self._files.sweep()
-        if trainer.state.step == 0 and not self._has_written and self.best_path.exists():  # and no step file beside it
+        fresh = trainer.state.step == 0 and not self._has_written  # and no step file is there
+        if fresh and self._monitor is not None and self.best_path.exists():
             self._move_best_aside()
         self._saved_at = time.monotonic()
         self._is_best = False
