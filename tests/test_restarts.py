@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from torch.utils.data import Dataset
 
 from callbacks import Checkpoint
-from tests.helpers import Ranks
+from tests.helpers import Ranks, run_torchrun
 from tests.jobs import Job
 from trainer import CheckpointFolder, DDPTrainer, TrainerConfig
 
@@ -220,3 +220,34 @@ def tell(job: Job, way: str) -> None:
 if __name__ == "__main__":
     settings = eval(sys.argv[1])
     train(**{**settings, "folder": Path(settings["folder"])})
+
+
+LOADING = """
+import os, sys, time
+import trainer.folder
+from callbacks import Checkpoint
+from tests.helpers import Numbers, Toy, mean_of_outputs
+from trainer import Callback, DDPTrainer, TrainerConfig
+import torch
+
+class Closing(Callback):
+    def on_exception(self, trainer, error):
+        time.sleep(0.7)  # of rank 0 alone
+
+def unreadable(resume_from):
+    raise ArithmeticError("the cause")
+
+trainer.folder.find = unreadable
+model = Toy()
+DDPTrainer(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), Numbers(8), loss_fn=mean_of_outputs, callbacks=[Closing()]
+).fit(resume_from=sys.argv[1])
+"""
+
+
+def test_an_error_of_rank_0_that_is_raised_everywhere_is_shown_where_it_was(tmp_path: Path) -> None:
+    """The other ranks raise a copy, with the traceback of a message."""
+    done = run_torchrun(LOADING, 2, str(tmp_path), timeout=60)
+    cause = done.stderr.partition("Root Cause (first observed failure):")[2]
+    assert "in unreadable" in cause
+    assert "ArithmeticError: the cause" in cause

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,7 @@ from .roll_call import CAUSE, LEFT, TOO, RollCall
 T = TypeVar("T")
 
 TIMEOUT, FIRST_TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
-"""How long a collective waits for a rank that does not come, unless `World.from_env` is told otherwise; the second one until
-a first training step is over: downloads, compilation and cold file systems make the start slow."""
+"""How long a collective waits for a rank; the second until a first training step is over: set-up and compilation take long."""
 
 
 class World:
@@ -66,6 +65,7 @@ class World:
         """Set while a callback's hook runs: the hook's name."""
         self.failed = False
         """Set once an error is on its way out of here: from then on nothing communicates."""
+        self._copied: BaseException | None = None  # another rank's error, raised here too
         self._owns_group = owns_group
         self.roll_call = _roll_calls[0] if owns_group and _roll_calls else None
         self._hurries = False
@@ -183,6 +183,7 @@ class World:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
+                self._copied = failure
                 raise failure from RuntimeError(f"raised on rank {rank}")
 
     def run_on_main(self, function: Callable[[], T]) -> T:
@@ -191,17 +192,16 @@ class World:
         Any picklable result; tensors in it arrive on the CPU.
         """
         self.outside_hook("World.run_on_main")
-        result: T | None = None
-        error: BaseException | None = None
+        result, error = cast(Any, None), cast("BaseException | None", None)
         if self.is_main:
             try:
                 result = function()
             except BaseException as raised:
                 error = raised
-        result, failure = self._broadcast((result, sendable(error)), torch.device("cpu"))
-        if error or failure:
-            raise error or failure  # type: ignore[misc]
-        return result  # type: ignore[return-value]
+        result, self._copied = self._broadcast((result, sendable(error)), torch.device("cpu"))
+        if self._copied is not None:
+            raise error or self._copied
+        return cast(T, result)
 
     def wrap(self, model: nn.Module, **ddp_options: Any) -> nn.Module:
         """`model` in DistributedDataParallel, with its buckets settled; in a world of one process `model` itself.
@@ -273,7 +273,7 @@ class World:
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
         self.failed = True
-        consequence = self.is_consequence(error)
+        consequence = self.is_consequence(error) or error is self._copied
         if self.roll_call is not None:
             self.roll_call.say(TOO if consequence else CAUSE)
         if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
