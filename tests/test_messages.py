@@ -96,9 +96,9 @@ def test_a_folder_that_went_away_is_not_called_full(tmp_path: Path) -> None:
         checkpoint.write(folder / "step-00000001.pt", {"format": 1})
 
 
-@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_tasks_of_a_launcher_that_sets_no_ranks_do_not_train_alone(name: str) -> None:
-    with pytest.raises(RuntimeError, match=f"{name}=2, but RANK is missing: each task would train alone"):
+@pytest.mark.parametrize(("name", "kind"), [("SLURM_NTASKS", "Slurm"), ("OMPI_COMM_WORLD_SIZE", "MPI")])
+def test_tasks_of_a_launcher_that_sets_no_ranks_do_not_train_alone(name: str, kind: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name}=2, but RANK is missing: each {kind} task would train alone"):
         Launch.from_environment({name: "2"})
     assert Launch.from_environment({name: "1"}).size == 1
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig
 from trainer.checksum import all_equal, per_parameter, words
-from trainer.replica import Replica
-
-OPTION = "gradient_as_bucket_view"
 
 
 class Net(nn.Module):
@@ -445,18 +441,3 @@ def test_no_two_places_of_a_large_tensor_can_be_exchanged() -> None:
         swapped[one], swapped[other] = tensor[other], tensor[one]
         assert not same([tensor], [swapped]), (one, other)
         assert per_parameter([tensor]).item() != per_parameter([swapped]).item()
-
-
-@pytest.mark.parametrize(
-    ("device", "given", "expected"), [("cuda", {}, True), ("cpu", {}, False), ("cuda", {OPTION: False}, False)]
-)
-def test_gradients_lie_in_the_buckets_on_a_gpu(device: str, given: dict[str, Any], expected: bool) -> None:
-    asked: dict[str, Any] = {}
-
-    def wrap(model: nn.Module, **options: Any) -> nn.Module:
-        asked.update(options)
-        return model
-
-    world: Any = SimpleNamespace(device=torch.device(device), size=1, wrap=wrap)
-    Replica(nn.Linear(1, 1), world, TrainerConfig(ddp_options=given)).refresh()
-    assert asked == {OPTION: expected}

@@ -20,6 +20,10 @@ import torch
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
+_LAUNCHERS = (("SLURM_NTASKS", "Slurm", "srun --ntasks-per-node=1"), ("OMPI_COMM_WORLD_SIZE", "MPI", "mpirun -N 1"))
+"""Which set how many tasks there are, but not what torch needs."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """Who this process is among all that were launched together."""
@@ -34,11 +38,11 @@ class Launch:
         """Read what torchrun sets. Raises RuntimeError naming what is missing, ValueError for what is no number."""
         given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
         if not given:
-            for name, launcher in (("SLURM_NTASKS", "srun --ntasks-per-node=1"), ("OMPI_COMM_WORLD_SIZE", "mpirun -N 1")):
+            for name, kind, launcher in _LAUNCHERS:
                 tasks = environment.get(name, "1")
                 if tasks.isdigit() and int(tasks) > 1:
                     raise RuntimeError(
-                        f"{name}={tasks}, but RANK is missing: each task would train alone. Start one torchrun per node "
+                        f"{name}={tasks}, but RANK is missing: each {kind} task would train alone. Start one torchrun per node "
                         f"({launcher} torchrun ...), or unset {name} to train in one process"
                     )
             return cls(0, 1, 0)

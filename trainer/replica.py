@@ -27,8 +27,7 @@ class Replica:
         self._world = world
         self._batch_size = config.batch_size
         self._synchronized = batchnorm.is_synchronized(self.model, world)
-        # Gradients that lie in the buckets are not copied there. On the CPU that gains nothing.
-        self._options = {"gradient_as_bucket_view": world.device.type == "cuda", **config.ddp_options}
+        self._options = config.ddp_options
         self._compression = config.gradient_compression
         self._finds_unused = bool(config.ddp_options.get("find_unused_parameters"))
         self._wrapped = self.model
@@ -117,7 +116,8 @@ class Replica:
         On one process that is found in a fit's first step.
         """
         before = self._gradients_before
-        if before is not None and before != [_mark(parameter.grad) for parameter in self.trainable]:
+        in_buckets = self._world.size > 1 and self._options.get("gradient_as_bucket_view")  # which a forward lays out
+        if before is not None and not in_buckets and before != [_mark(parameter.grad) for parameter in self.trainable]:
             raise RuntimeError(
                 "training_step changed the gradients itself: is there a backward() or a zero_grad() in it? Return the loss; the "
                 "trainer calls backward, clips, steps and zeroes the gradients"
