@@ -23,11 +23,9 @@ _seed_python = super(random.Random, _python).seed
 ORDER, SAMPLE, STEP, EVAL_SAMPLE, EVAL_STEP = range(1, 6)
 
 
-def mix(*words: int, state: int = 0) -> int:
-    """A 64-bit hash of the words: the splitmix64 finalizer (Steele, Lea, Flood 2014) absorbing one word after another.
-
-    With the hash of other words as `state`, it is that of those and these.
-    """
+def mix(*words: int) -> int:
+    """A 64-bit hash of the words: the splitmix64 finalizer (Steele, Lea, Flood 2014) absorbing one word after another."""
+    state = 0
     for word in words:
         state = ((state ^ word) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
