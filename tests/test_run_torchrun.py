@@ -10,7 +10,9 @@ from tests.helpers import run_torchrun
 
 
 def test_a_script_runs_on_every_process_and_finds_the_library() -> None:
-    done = run_torchrun("import os, sys, trainer\nprint(os.environ['RANK'] + sys.argv[1], flush=True)", 2, "x")
+    # in one write: print sends the end of the line by itself, and the other process's may come between
+    line = "(os.environ['RANK'] + sys.argv[1] + chr(10)).encode()"
+    done = run_torchrun(f"import os, sys, trainer\nos.write(1, {line})", 2, "x")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == ["0x", "1x"]
     assert not done.timed_out
