@@ -135,6 +135,23 @@ def test_a_part_of_the_model_taken_by_its_place_is_explained(ranks: Ranks, world
         assert "may be wrapped, and can only be called; its parts are self.model's" in text
 
 
+class OfOneNumber(DDPTrainer):
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        _, _ = 3  # type: ignore[misc]
+
+
+class Unpacking(DDPTrainer):
+    def training_step(self, model: nn.Module, batch: Any) -> Any:
+        _, _ = model  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("kind", "explained"), [(OfOneNumber, False), (Unpacking, True)])
+def test_only_what_takes_the_model_apart_is_told_of_its_wrapper(kind: type[DDPTrainer], explained: bool) -> None:
+    with pytest.raises(TypeError, match="cannot unpack") as raised:
+        toy_trainer(8, kind=kind, batch_size=2).fit()
+    assert ("may be wrapped" in str(raised.value)) is explained
+
+
 class Growing(DDPTrainer):
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics | {"perplexity": math.exp(1000 + abs(metrics["loss"]))}

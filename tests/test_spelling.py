@@ -41,7 +41,9 @@ def test_a_step_that_is_never_called_is_named_with_what_is(name: str, instead: s
         build(of(DDPTrainer, name, "model", "batch"))
 
 
-@pytest.mark.parametrize("name", ["draw", "_train_step", "accuracy_of", "log_images", "transform"])
+@pytest.mark.parametrize(
+    "name", ["draw", "_train_step", "compute_loss", "compute_metrics", "accuracy_of", "log_images", "transform"]
+)
 def test_methods_of_the_user_s_own_are_left_alone(name: str) -> None:
     build(of(DDPTrainer, name))
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
 _HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
-_NO_LIST = re.compile(r"'?(?:DistributedDataParallel|_StandIn)'? object is not (?:subscriptable|iterable)|cannot unpack non-iter")
+_WRAPPER = "(?:DistributedDataParallel|_StandIn)"
+_NO_LIST = re.compile(rf"'{_WRAPPER}' object is not (?:subscriptable|iterable)|cannot unpack non-iterable {_WRAPPER} object")
 _PHASES = {  # by the function that was running, innermost first
     "run_on_main": "for rank 0, which reads a checkpoint or runs a hook",
     "evaluate": "in an evaluation",

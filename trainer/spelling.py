@@ -14,8 +14,6 @@ _OF_OTHERS = {  # methods that other libraries call, and what does their work he
     "configure_optimizers": "pass optimizer and scheduler to the trainer",
     "train_dataloader": "pass train_data to the trainer",
     "val_dataloader": "pass eval_data to the trainer",
-    "compute_loss": "the trainer calls training_step",
-    "compute_metrics": "the trainer calls eval_step for each batch, and summarize for the means",
 }
 _HOOKS_OF_OTHERS = {
     "on_train_start": "on_fit_start",
