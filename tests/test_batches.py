@@ -552,3 +552,24 @@ def test_nothing_that_is_read_on_the_cpu_is_copied_without_waiting(ranks: Ranks,
     assert [late for _, late in waits if late] == []
     assert waits
     assert losses == [0.0, -0.5 * 2.5, -3.0 * 4.5, -7.5 * 6.5]
+
+
+def test_rows_of_tensors_are_those_that_the_samples_would_be_over_many_batches() -> None:
+    """Their places are worked out for 64 batches at once."""
+    seen: dict[str, list[list[float]]] = {}
+
+    class Rows(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            seen[type(self.data).__name__].append(batch[0].tolist())
+            return mean_of_outputs(model(batch[0]), batch[1])
+
+    values = torch.arange(451, dtype=torch.float64)
+    for data in (torch.utils.data.TensorDataset(values, values), torch.utils.data.StackDataset(values, values)):
+        seen[type(data).__name__] = []
+        model = Toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = Rows(model, optimizer, data, loss_fn=mean_of_outputs, config=TrainerConfig(batch_size=3))
+        trainer.data = data  # type: ignore[attr-defined]
+        trainer.fit()
+    assert len(seen["TensorDataset"]) == 151
+    assert seen["TensorDataset"] == seen["StackDataset"]
