@@ -34,11 +34,9 @@ def per_parameter(parameters: Sequence[Tensor]) -> Tensor:
 
 def words(parameters: Sequence[Tensor]) -> Tensor:
     """The fingerprint w as four 20-bit words and their squares: float64 of shape (8,), made to be summed over ranks."""
-    numbers = random.Random(len(parameters))
-    odd = [numbers.getrandbits(62) | 1 for _ in parameters]  # so that parameters swapping their values are noticed
     sums = per_parameter(parameters)
-    total = (sums * torch.tensor(odd, device=sums.device)).sum()
-    parts = torch.stack([(total >> (_BITS * place)) & ((1 << _BITS) - 1) for place in range(_WORDS)]).double()
+    factors, places = _constants(len(parameters), sums.device)
+    parts = (((sums * factors).sum() >> places) & ((1 << _BITS) - 1)).double()
     return torch.cat([parts, parts * parts])
 
 
@@ -52,3 +50,11 @@ def all_equal(summed: Sequence[float], world_size: int) -> bool:
 def _weights(device: torch.device) -> Tensor:
     """Random odd numbers, the same on every rank: int64 of shape (_BLOCK,)."""
     return (torch.randint(1 << 62, (_BLOCK,), generator=torch.Generator().manual_seed(_BLOCK)) | 1).to(device)
+
+
+@functools.cache
+def _constants(parameters: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """An odd factor for each parameter, so that two which swap their values are noticed; the places of the words."""
+    numbers = random.Random(parameters)
+    factors = [numbers.getrandbits(62) | 1 for _ in range(parameters)]
+    return torch.tensor(factors, device=device), torch.arange(_WORDS, device=device) * _BITS

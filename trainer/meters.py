@@ -40,7 +40,8 @@ class Meters:
 
     def take_from(self, output: Mapping[str, Any]) -> Mapping[str, Any]:
         """What in `output` is no meter. Raises ValueError for a meter that was not in the first output."""
-        found = {key: value for key, value in output.items() if isinstance(value, Meter)}
+        # Asking for a protocol takes far longer than asking for a class, and most values are tensors.
+        found = {key: value for key, value in output.items() if not isinstance(value, Tensor) and isinstance(value, Meter)}
         if not found and not self._meters:
             return output
         self._meters = self._meters or found

@@ -80,7 +80,7 @@ class Replica:
             # DDP sends rank 0's buffers at each synchronised forward, which is a window's last. Sent at its start instead,
             # every micro-batch sees what a resumed run would see.
             self._wrapped.broadcast_buffers = False  # type: ignore[assignment]
-            self._sends_buffers = True
+            self._sends_buffers = any(True for _ in self.model.buffers())
         return True
 
     def release(self) -> None:
