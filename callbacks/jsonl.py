@@ -15,6 +15,7 @@ from trainer import Callback, DDPTrainer
 
 _log = logging.getLogger(__name__)
 _FIELDS = ("kind", "step", "epoch", "time")
+_BEGINNING = b'{"kind": "'
 
 
 class JSONLines(Callback):
@@ -113,7 +114,7 @@ def _cut_back(path: Path, step: int) -> None:
 
 
 def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
-    torn: int | None = None
+    torn, line = None, b""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if torn is not None:
@@ -125,3 +126,5 @@ def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
                 continue
             if line_step <= step:
                 yield line if line.endswith(b"\n") else line + b"\n"
+    if torn == 1 and not _BEGINNING.startswith(line.rstrip(b"\0")[: len(_BEGINNING)]):  # all there is, and never one of a log
+        raise ValueError(f"{path}, line 1 is no line of a JSONLines log; give the callback another path")

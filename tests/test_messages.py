@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shutil
+import sys
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,8 @@ import torch
 from torch import nn
 
 from callbacks import Checkpoint, JSONLines
-from tests.helpers import Ranks, mean_of_outputs, toy_trainer
-from trainer import CheckpointError, DDPTrainer, checkpoint
+from tests.helpers import Numbers, Ranks, Toy, mean_of_outputs, toy_trainer
+from trainer import Callback, CheckpointError, DDPTrainer, TrainerConfig, checkpoint
 from trainer.launch import Launch, choose_device
 
 
@@ -181,3 +185,176 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(ranks: Ranks) ->
     assert second.ok
     assert "rank 0 was waiting for the other ranks, after step 0; rank 1 has closed its world" in first.message
     assert "Is there an `if rank == 0` around one of them?" in first.message
+
+
+def test_ranks_that_make_different_calls_are_told_so(ranks: Ranks) -> None:
+    def fit_or_evaluate() -> str:
+        with toy_trainer(8, batch_size=2, eval_numbers=4) as trainer:
+            if trainer.world.rank == 1:
+                trainer.fit()
+            else:
+                trainer.evaluate()
+        return ""
+
+    for outcome in ranks.outcomes(3, fit_or_evaluate):
+        assert outcome.error == "RuntimeError"
+        assert "different calls: evaluate on rank 0, 2; fit on rank 1. Every rank must make the same ones" in outcome.message
+        assert outcome.seconds < 20
+
+
+def test_a_call_on_a_closed_world_is_told_so(ranks: Ranks) -> None:
+    def late(call: str) -> str:
+        with toy_trainer(8, batch_size=2) as trainer:
+            trainer.fit()
+        trainer.close()  # once more does nothing
+        trainer.world.close()
+        with pytest.raises(RuntimeError) as raised:
+            trainer.world.barrier() if call == "barrier" else trainer.predict(Numbers(4))
+        return str(raised.value)
+
+    for call, name in (("barrier", "World.barrier"), ("predict", "World.gather")):
+        for text in ranks(2, late, call):
+            assert text.startswith(f"{name} needs the other ranks, but this world is closed")
+
+
+def test_an_error_in_an_evaluation_is_explained_as_one_in_fit(ranks: Ranks) -> None:
+    """A rank that evaluates while another has gone."""
+
+    def evaluate() -> str:
+        with toy_trainer(8, batch_size=2, eval_numbers=4) as trainer:
+            if trainer.world.is_main:
+                trainer.evaluate()
+        return ""
+
+    first, second = ranks.outcomes(2, evaluate)
+    assert second.ok
+    assert "rank 0 was waiting for the other ranks, after step 0; rank 1 has closed its world" in first.message
+
+
+class Looks(Callback):
+    """Takes a metric out of what a hook is given."""
+
+    def __init__(self, key: str, hook: str) -> None:
+        setattr(self, hook, lambda trainer, metrics: metrics[key])
+
+
+@pytest.mark.parametrize(
+    ("key", "hook", "text"),
+    [
+        (
+            "loss",
+            "on_step",
+            "'loss': metrics are empty between reports, every log_every steps; ask `if metrics:` first",
+        ),
+        ("acc", "on_eval", "'acc' is not reported; there are 'loss'"),
+        ("acc", "on_epoch_end", "'acc' is not reported; there are 'loss'"),
+    ],
+)
+def test_a_metric_that_is_not_there_says_what_is(key: str, hook: str, text: str) -> None:
+    with pytest.raises(KeyError) as raised:
+        toy_trainer(8, eval_numbers=2, callbacks=[Looks(key, hook)], batch_size=2, log_every=2).fit()
+    assert raised.value.args == (text,)
+
+
+def test_what_hooks_are_given_is_a_plain_mapping_otherwise() -> None:
+    class Keeps(Callback):
+        def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+            kept.append(metrics)
+
+    kept: list[Mapping[str, float]] = []
+    toy_trainer(8, callbacks=[Keeps()], batch_size=2, log_every=2).fit()
+    assert [bool(metrics) for metrics in kept] == [False, True, False, True]
+    assert kept[0] == {}
+    assert kept[0].get("loss") is None
+    assert "loss" not in kept[0]
+    assert json.loads(json.dumps(kept[1])) == kept[1] == dict(kept[1])
+
+
+def test_a_scheduler_that_cannot_be_saved_is_refused_at_once() -> None:
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, math.exp)
+    with pytest.raises(AttributeError, match=r"the scheduler's state_dict\(\), which every checkpoint needs, failed: .*__dict__"):
+        DDPTrainer(model, optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=scheduler)
+
+
+def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(epochs: int) -> int:
+        callbacks = [Checkpoint(tmp_path)]
+        return toy_trainer(8, callbacks=callbacks, batch_size=2, epochs=epochs).fit(resume_from=tmp_path).step
+
+    text = "nothing left to train: the planned end was reached at step 8, after 2 epochs; raise epochs or max_steps to go on"
+    with caplog.at_level(logging.WARNING):
+        assert train(2) == 8
+        assert "nothing left" not in caplog.text
+        assert train(2) == 8
+        assert text in caplog.text
+        caplog.clear()
+        assert train(3) == 12
+        assert "nothing left" not in caplog.text
+
+
+class Broken(Numbers):
+    """Has one sample that cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise OSError("a torn image")
+        return super().__getitem__(index)
+
+
+class BrokenBatches(Broken):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+class Uneven(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1 + index % 3), torch.zeros(())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error can be given notes from Python 3.11 on")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Broken, "(Broken: __getitem__(5), in epoch 0)"),
+        (BrokenBatches, "(BrokenBatches: __getitems__([4, 5]), in epoch 0)"),
+        (Uneven, "(Uneven: samples [0, 1], as they were collated, in epoch 0)"),
+    ],
+)
+def test_an_error_of_the_data_says_of_which_samples(kind: type[Numbers], what: str, workers: int) -> None:
+    model = Toy()
+    options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    config = TrainerConfig(batch_size=2, shuffle=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = DDPTrainer(model, optimizer, kind(8), loss_fn=mean_of_outputs, loader_options=options, config=config)
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        trainer.fit()
+    assert what in "".join(traceback.format_exception(raised.value))
+
+
+def test_an_error_of_the_data_in_an_evaluation_says_of_which_sample() -> None:
+    with pytest.raises(OSError, match="a torn image") as raised:
+        toy_trainer(8).evaluate(Broken(8))
+    assert "(Broken: __getitem__(5), in an evaluation)" in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize("text", ["buy milk\n", "buy milk", '{"a": 1}\n', "\x89PNG\r\n"])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_file_of_one_line_that_is_no_log_is_left_alone(tmp_path: Path, text: str, resumes: bool) -> None:
+    (path := tmp_path / "notes.txt").write_text(text, encoding="latin-1")
+    before = path.read_bytes()
+    trainer = toy_trainer(8, callbacks=[JSONLines(path)], batch_size=2)
+    trainer.state.step = 2 * resumes
+    with pytest.raises(ValueError, match=r"notes\.txt, line 1 is no line of a JSONLines log"):
+        trainer.fit()
+    assert path.read_bytes() == before
+    assert names_in(tmp_path) == {"notes.txt"}
+
+
+@pytest.mark.parametrize("torn", [b"", b"\0\0\0", b'{"ki', b'{"kind": "st', b'{"kind": "step", "step": 2, "lo\0\0'])
+def test_a_first_line_that_a_crash_has_torn_is_a_log_still(tmp_path: Path, torn: bytes) -> None:
+    (path := tmp_path / "log.jsonl").write_bytes(torn)
+    toy_trainer(8, callbacks=[JSONLines(path)], batch_size=2).fit()
+    assert json.loads(path.read_text().splitlines()[0])["step"] == 1

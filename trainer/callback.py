@@ -65,6 +65,15 @@ class Callback:
         """Take back what `state_dict` gave, before `on_fit_start`."""
 
 
+class Reported(dict[str, float]):
+    """The metrics as hooks get them: a key that is not there is an error that says what is."""
+
+    def __missing__(self, key: str) -> float:
+        if not self:
+            raise KeyError(f"{key!r}: metrics are empty between reports, every log_every steps; ask `if metrics:` first")
+        raise KeyError(f"{key!r} is not reported; there are {', '.join(map(repr, self))}")
+
+
 class HookGuard(Protocol):
     """Who is told which hook is running (`World`, which then refuses to communicate)."""
 
@@ -111,13 +120,13 @@ class Dispatcher:
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self._watch_steps:
-            self._run("on_step", lambda callback: callback.on_step(trainer, metrics))
+            self._run("on_step", lambda callback: callback.on_step(trainer, Reported(metrics)))
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        self._run("on_eval", lambda callback: callback.on_eval(trainer, metrics))
+        self._run("on_eval", lambda callback: callback.on_eval(trainer, Reported(metrics)))
 
     def on_epoch_end(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        self._run("on_epoch_end", lambda callback: callback.on_epoch_end(trainer, metrics))
+        self._run("on_epoch_end", lambda callback: callback.on_epoch_end(trainer, Reported(metrics)))
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
         if self._watch_safe_points:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import operator
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,10 @@ from .metrics import Mean
 from .plan import Plan
 from .world import World
 
+if TYPE_CHECKING:
+    from .ddp_trainer import DDPTrainer
+
+_log = logging.getLogger("trainer")
 NO_LOSS_FN = "the default training_step needs loss_fn: pass loss_fn=... to DDPTrainer, or override training_step"
 
 
@@ -300,6 +305,16 @@ def check_trained(model: nn.Module, optimizer: Optimizer, is_main: bool) -> None
         names = ", ".join(left_out[:5]) + " ..." * (len(left_out) > 5)
         warnings.warn(
             f"{names} require gradients, but the optimizer does not have them, so they never change: {remedy}", stacklevel=5
+        )
+
+
+def tell_of_finished(trainer: DDPTrainer) -> None:
+    """A run that is resumed after its end, or a second `fit`, would take no step without a word."""
+    state = trainer.state
+    if trainer.finished and trainer.world.is_main:
+        _log.warning(
+            "nothing left to train: the planned end was reached at step %d, after %d epochs; raise epochs or max_steps to go on",
+            *(state.step, state.epoch),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,7 +20,7 @@ from .callback import Callback, Dispatcher
 from .capture import Capture
 from .config import TrainerConfig
 from .evaluation import Parts, evaluate, predict
-from .failure import told
+from .failure import calling, explained, told
 from .metrics import as_mapping
 from .plan import Window
 from .precision import Precision
@@ -134,16 +135,13 @@ class DDPTrainer(Steps):
         Returns `state`, the same on every rank, after every hook of `on_fit_end` has finished. An exception ends the whole job.
         """
         self.world.outside_hook("fit")
+        end = partial(told, trainer=self, hooks=self._hooks, agreement=self._agreement)
         try:
-            with torch.enable_grad():
+            with calling("fit", self.world, end), torch.enable_grad():
                 self._begin(resume_from)
                 while not (self.finished or self.state.stop_reason is not None):
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
-        except BaseException as raised:
-            if (error := told(raised, self, self._hooks, self._agreement)) is raised:
-                raise
-            raise error from raised
         finally:
             self._agreement.close()
             self._capture.release()
@@ -161,9 +159,10 @@ class DDPTrainer(Steps):
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
-        for name, dataset in sets.items():
-            means = checks.summarized(self.summarize, evaluate(self, self._parts, dataset, self._train.options))
-            metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
+        with calling("evaluate", self.world, partial(explained, trainer=self)):
+            for name, dataset in sets.items():
+                means = checks.summarized(self.summarize, evaluate(self, self._parts, dataset, self._train.options))
+                metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
         return metrics
 
     def predict(self, data: Dataset[Any]) -> Any:
@@ -173,7 +172,8 @@ class DDPTrainer(Steps):
         """
         self.world.outside_hook("predict")
         checks.check_dataset(data, "data")
-        return predict(self, self._parts, data, self._train.options)
+        with calling("predict", self.world, partial(explained, trainer=self)):
+            return predict(self, self._parts, data, self._train.options)
 
     def close(self) -> None:
         """Let go of the DDP wrapper, and close the world if this trainer opened it. Also at the end of a ``with`` block."""
@@ -328,6 +328,7 @@ class DDPTrainer(Steps):
         if content is not None:
             self.load_state_dict(content)
         self.state.stop_reason = None
+        checks.tell_of_finished(self)
         checks.warn_of_evaluation_mode(self.model, self.world.is_main)
         self.model.zero_grad()
         self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)

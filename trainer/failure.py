@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +16,13 @@ if TYPE_CHECKING:
     from .agreement import StopAgreement
     from .callback import Dispatcher
     from .ddp_trainer import DDPTrainer
+    from .world import World
 
 _HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
 _WRAPPER = "(?:DistributedDataParallel|_StandIn)"
 _NO_LIST = re.compile(rf"'{_WRAPPER}' object is not (?:subscriptable|iterable)|cannot unpack non-iterable {_WRAPPER} object")
 _PHASES = {  # by the function that was running, innermost first
+    "_check_calls": "for the other ranks",
     "run_on_main": "for rank 0, which reads a checkpoint or runs a hook",
     "evaluate": "in an evaluation",
     "reduce": "in a report",
@@ -27,6 +31,27 @@ _PHASES = {  # by the function that was running, innermost first
     "_step": "in a training step",
     "_begin": "to set up",
 }
+
+
+@contextmanager
+def calling(call: str, world: World, told: Callable[[BaseException], BaseException]) -> Iterator[None]:
+    """A call that every rank must make, and what is raised in it as `told` has it.
+
+    Raises RuntimeError on every rank where they make different ones. Nothing more is done in a call inside of another.
+    """
+    if world.running_call is not None:
+        yield
+        return
+    world.running_call = call
+    try:
+        _check_calls(call, world)
+        yield
+    except BaseException as raised:
+        if (error := told(raised)) is raised:
+            raise
+        raise error from raised
+    finally:
+        world.running_call = None
 
 
 def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement: StopAgreement) -> BaseException:
@@ -60,6 +85,17 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
     elif isinstance(error, RuntimeError):
         text = _of_memory(error, trainer.config)
     return error if text is None else type(error)(text)
+
+
+def _check_calls(call: str, world: World) -> None:
+    calls = world.gather(call)
+    if len(set(calls)) > 1:
+        ranks = {call: ", ".join(str(rank) for rank, other in enumerate(calls) if other == call) for call in calls}
+        found = "; ".join(f"{call} on rank {where}" for call, where in ranks.items())
+        raise RuntimeError(
+            f"the ranks have made different calls: {found}. Every rank must make the same ones in the same order: is there an "
+            "`if rank == 0` around one of them?"
+        )
 
 
 def _of_others(error: BaseException, trainer: DDPTrainer) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from . import batchnorm, checksum
+from . import batchnorm, checksum, wrapper
 from .config import TrainerConfig
 from .plan import Window
 from .world import World
@@ -137,7 +137,7 @@ class Replica:
         if self._handed is not self._wrapped and not self._compiles:  # or the hook would be compiled too
             self._hand_out(self._wrapped)
         if not window.micro_batches:
-            self._world.backward_zeros(self._wrapped)
+            wrapper.backward_zeros(self._wrapped)
         elif self._gradients_before is not None:
             before, self._gradients_before, self._use_is_known = self._gradients_before, None, True
             pairs = zip(self.trainable, before, strict=True)

@@ -80,5 +80,9 @@ class Schedule:
             )
         if isinstance(scheduler, ReduceLROnPlateau) and self._unit != "eval":
             raise ValueError(f"ReduceLROnPlateau follows an evaluation: set schedule='eval'; found schedule={self._unit!r}")
+        try:
+            scheduler.state_dict()
+        except Exception as error:  # LambdaLR takes any callable, but saves only what has a __dict__
+            raise type(error)(f"the scheduler's state_dict(), which every checkpoint needs, failed: {error}") from error
         if self._unit == "eval" and not has_eval_data:
             raise ValueError("schedule='eval' needs eval_data, which is None: the scheduler moves after each evaluation")

@@ -63,6 +63,8 @@ class World:
         self.is_main = self.rank == 0
         self.running_hook: str | None = None
         """Set while a callback's hook runs: the hook's name."""
+        self.running_call: str | None = None
+        """Set while a trainer's `fit`, `evaluate` or `predict` runs: its name."""
         self.failed = False
         """Set once an error is on its way out of here: from then on nothing communicates."""
         self._copied: BaseException | None = None  # another rank's error, raised here too
@@ -86,7 +88,9 @@ class World:
         is not there, and when an open world or group does not fit `device`.
         """
         if (world := cls._opened_here()) is not None:
-            return world._checked_for(device)
+            if device is not None and torch.device(device).type != world.device.type:
+                raise RuntimeError(f"the open World computes on {world.device}, not on {device!r}: close it first")
+            return world
         if dist.is_initialized():
             launch = Launch(dist.get_rank(), dist.get_world_size(), local_rank_in(os.environ))
             backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
@@ -115,7 +119,7 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype and shape."""
-        self.outside_hook("World.sum")
+        self._ready("World.sum")
         total = values.detach().clone()
         if self.size > 1:
             dist.all_reduce(total)
@@ -126,7 +130,7 @@ class World:
 
         Any picklable object; values may differ in size. Tensors in it arrive on this rank's device.
         """
-        self.outside_hook("World.gather")
+        self._ready("World.gather")
         packed: list[Any] = [pack(value)]
         if self.size > 1:
             packed = packed * self.size
@@ -135,7 +139,7 @@ class World:
 
     def gather_on_main(self, value: T) -> list[T] | None:
         """As `gather`, but on rank 0 alone, where tensors stay on the CPU; None on the other ranks."""
-        self.outside_hook("World.gather_on_main")
+        self._ready("World.gather_on_main")
         packed: list[Any] = [pack(value)]
         if self.size > 1:
             own = packed[0]
@@ -145,12 +149,12 @@ class World:
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank (what the others pass is ignored). Any picklable object, as in `gather`."""
-        self.outside_hook("World.broadcast")
+        self._ready("World.broadcast")
         return self._broadcast(value, self.device)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.outside_hook("World.barrier")
+        self._ready("World.barrier")
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
@@ -161,7 +165,7 @@ class World:
         ``per_node=False``: on global rank 0 first, for a file system that all nodes share. An error there is raised on all
         ranks, whose blocks then do not run. Works before and after a trainer is built.
         """
-        self.outside_hook("World.main_first")
+        self._ready("World.main_first")
         if self.local_rank == 0 if per_node else self.is_main:
             with self.together():
                 yield
@@ -191,7 +195,7 @@ class World:
 
         Any picklable result; tensors in it arrive on the CPU.
         """
-        self.outside_hook("World.run_on_main")
+        self._ready("World.run_on_main")
         result, error = cast(Any, None), cast("BaseException | None", None)
         if self.is_main:
             try:
@@ -209,7 +213,7 @@ class World:
         `model` must be on this rank's device; rank 0's parameters and buffers are copied to the others. `ddp_options`: the
         keyword arguments of DistributedDataParallel.
         """
-        self.outside_hook("World.wrap")
+        self._ready("World.wrap")
         if self.size == 1:
             return model
         wrapped = wrapper.settled(model, self.device, ddp_options)
@@ -221,14 +225,9 @@ class World:
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.register_comm_hook(None, fp16_compress_hook if kind == "fp16" else bf16_compress_hook)
 
-    def backward_zeros(self, wrapped: nn.Module) -> None:
-        """Take part in one reduction of the gradients with zeros, running no code of the model's."""
-        if isinstance(wrapped, DistributedDataParallel):
-            wrapper.backward_zeros(wrapped)
-
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in few large messages. They must have equal shapes and dtypes on every rank."""
-        self.outside_hook("World.broadcast_tensors")
+        self._ready("World.broadcast_tensors")
         if self.size > 1 and tensors:
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, [tensor.data for tensor in tensors], 250 << 20, 0)  # type: ignore[attr-defined]
@@ -265,6 +264,11 @@ class World:
                 "hooks, or override a method of DDPTrainer that runs on every rank"
             )
 
+    def _ready(self, call: str) -> None:
+        self.outside_hook(call)
+        if self.size > 1 and not dist.is_initialized():
+            raise RuntimeError(f"{call} needs the other ranks, but this world is closed: close it, or its trainer, last of all")
+
     @staticmethod
     def is_consequence(error: BaseException) -> bool:
         """Whether a collective failed: because another rank has gone, or did not come in time."""
@@ -288,11 +292,6 @@ class World:
             dist.broadcast_object_list(packed, src=0)
         received: T = unpack(packed[0], device)
         return received
-
-    def _checked_for(self, device: str | None) -> World:
-        if device is not None and torch.device(device).type != self.device.type:
-            raise RuntimeError(f"the open World computes on {self.device}, not on {device!r}: close it first")
-        return self
 
 
 def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:

@@ -24,8 +24,9 @@ def settled(model: nn.Module, device: torch.device, options: dict[str, Any]) -> 
     return wrapped
 
 
-def backward_zeros(wrapped: DistributedDataParallel) -> None:
+def backward_zeros(wrapped: nn.Module) -> None:
     """Take part in one reduction of the gradients with zeros, running no code of the model's."""
+    assert isinstance(wrapped, DistributedDataParallel)
     model, wrapped.module = wrapped.module, _Zeros(wrapped.module)
     kept, wrapped.require_forward_param_sync = wrapped.require_forward_param_sync, False  # buffers stay as they are
     try:
