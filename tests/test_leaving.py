@@ -411,3 +411,18 @@ def test_an_error_on_rank_0_alone_is_the_recorded_cause_and_ends_the_other(ranks
     assert not waiting.timed_out
     assert waiting.seconds < 20
     assert recorded_at(waiting) > recorded_at(failing)
+
+
+@pytest.mark.parametrize("cause", [0, 1])
+def test_an_error_that_every_rank_raises_is_recorded_last_where_it_is_a_copy(ranks: Ranks, cause: int) -> None:
+    """Or torchrun would show a rank as the root cause that had only heard of it."""
+
+    def begin() -> None:
+        World.from_env(timeout=timedelta(seconds=60))
+        with toy_trainer(8, batch_size=2) as trainer, trainer.world.together():
+            if trainer.world.rank == cause:
+                raise ValueError("boom")
+
+    outcomes = ranks.outcomes(2, begin, timeout=30)
+    assert [(outcome.error, outcome.message) for outcome in outcomes] == [("ValueError", "boom")] * 2
+    assert recorded_at(outcomes[1 - cause]) > recorded_at(outcomes[cause])
