@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +68,7 @@ class Checkpoint(Callback):
         self._best = self._best_on_disk = math.inf
         self._is_best = False
         self._warned = False
+        self._has_evaluated = self._made_folder = False
 
     @property
     def folder(self) -> Path:
@@ -81,18 +83,26 @@ class Checkpoint(Callback):
     def before_fit(self, trainer: DDPTrainer) -> None:
         if self._monitor is not None and not trainer.eval_sets:
             raise ValueError(f"Checkpoint monitors {self._monitor!r} of an evaluation: pass eval_data to the trainer")
+        if trainer.scheduler is not None:
+            try:
+                trainer.scheduler.state_dict()
+            except Exception as error:  # LambdaLR takes any callable, but saves only what has a __dict__
+                kind = type(trainer.scheduler).__name__
+                raise TypeError(f"Checkpoint cannot save the scheduler: {kind}.state_dict() failed: {error}") from error
         self._check_folder(trainer)
+        self._made_folder = not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._files.lock()  # here, before another callback touches what belongs to the job that holds it
+        self._check_folder(trainer)  # again: another job may have written until now
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
-        self._files.folder.mkdir(parents=True, exist_ok=True)
-        self._files.lock()
-        self._check_folder(trainer)  # again: another job may have written until now
         self._files.sweep()
         fresh = trainer.state.step == 0 and not self._has_written  # and no step file is there
         if fresh and self._monitor is not None and self.best_path.exists():
             self._move_best_aside()
         self._saved_at = time.monotonic()
         self._is_best = False
+        self._has_evaluated = trainer.finished  # then no evaluation is to come
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self._monitor is None:
@@ -106,6 +116,7 @@ class Checkpoint(Callback):
         if math.isnan(value) and not self._warned:
             _log.warning("Checkpoint: %s is NaN at step %d, which is never the best", self._monitor, trainer.state.step)
             self._warned = True
+        self._has_evaluated = True
         if value < self._best:
             self._best, self._is_best = value, True
 
@@ -129,13 +140,21 @@ class Checkpoint(Callback):
             self._saved_at = time.monotonic()
 
     def on_fit_end(self, trainer: DDPTrainer) -> None:
+        self._end()
+        if self._monitor is not None and not self._has_evaluated and trainer.state.stop_reason is None:
+            _log.warning("Checkpoint: the run ended without an evaluation, so there is no new best.pt; look at eval_every")
+
+    def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+        self._end()
+        if self._made_folder:
+            with suppress(OSError):  # it is not empty, and stays
+                self.folder.rmdir()
+
+    def _end(self) -> None:
         try:
             self._tolerate(self._files.wait)
         finally:
             self._files.unlock()
-
-    def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
-        self.on_fit_end(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainer import Callback, DDPTrainer
+
+_log = logging.getLogger("callbacks")
 
 
 class EarlyStopping(Callback):
@@ -48,10 +51,18 @@ class EarlyStopping(Callback):
         self.count = 0
         """Evaluations in a row without improvement."""
         self._warned = False
+        self._has_evaluated = False
 
     def before_fit(self, trainer: DDPTrainer) -> None:
         if not trainer.eval_sets:
             raise ValueError(f"EarlyStopping monitors {self.monitor!r} of an evaluation: pass eval_data to the trainer")
+
+    def on_fit_start(self, trainer: DDPTrainer) -> None:
+        self._has_evaluated = trainer.finished  # then no evaluation is to come
+
+    def on_fit_end(self, trainer: DDPTrainer) -> None:
+        if not self._has_evaluated and trainer.state.stop_reason is None:
+            _log.warning("EarlyStopping: the run ended without an evaluation, so nothing was watched; look at eval_every")
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self.monitor not in metrics:
@@ -59,6 +70,7 @@ class EarlyStopping(Callback):
                 f"EarlyStopping monitors {self.monitor!r}, which is no key of the evaluation: it has "
                 f"{', '.join(map(repr, metrics))}"
             )
+        self._has_evaluated = True
         value = metrics[self.monitor]
         if self._improves(value):
             self.best, self.count = value, 0

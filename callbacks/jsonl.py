@@ -33,7 +33,7 @@ class JSONLines(Callback):
     restored at (and a last line that a crash has torn), then continues the file. A run that starts at step 0 moves a
     log that it finds aside, to ``<path>.1``, ``<path>.2``, ...: two runs are never mixed, and none is lost.
 
-    Raises ValueError, when `fit` starts, if a resumed run's file is no such log (it is left untouched), and, at the
+    Raises ValueError, when `fit` starts, if the file is there and no such log (it is left untouched), and, at the
     first report, for a metric with the name of a field.
     """
 
@@ -120,11 +120,11 @@ def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
             if torn is not None:
                 raise ValueError(f"{path}, line {torn} is no line of a JSONLines log; give the callback another path")
             try:
-                line_step = json.loads(line)["step"]
+                is_kept = json.loads(line)["step"] <= step
             except (ValueError, LookupError, TypeError):
                 torn = number  # fine if it is the last one: the crash came while it was written
                 continue
-            if line_step <= step:
+            if is_kept:
                 yield line if line.endswith(b"\n") else line + b"\n"
     if torn == 1 and not _BEGINNING.startswith(line.rstrip(b"\0")[: len(_BEGINNING)]):  # all there is, and never one of a log
         raise ValueError(f"{path}, line 1 is no line of a JSONLines log; give the callback another path")

@@ -45,6 +45,10 @@ class Profiler(Callback):
         self._is_tracing = False
         self._marker: Any = None
 
+    def before_fit(self, trainer: DDPTrainer) -> None:
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f"Profiler: {self.folder} is a file; give it a folder, to be made if need be")
+
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         if trainer.state.step >= self._first:
             _log.warning("Profiler: nothing is traced: the run goes on after step %d", trainer.state.step)

@@ -32,6 +32,10 @@ class TensorBoard(Callback):
         self._writer: Any = None  # a SummaryWriter, whose types say that it has no file_writer
         self._end: Any = None
 
+    def before_fit(self, trainer: DDPTrainer) -> None:
+        if os.path.exists(self.folder) and not os.path.isdir(self.folder):
+            raise NotADirectoryError(f"TensorBoard: {self.folder} is a file; give it a folder, to be made if need be")
+
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         # Here, not above: the imports take a second, and ranks other than 0 have no use for them.
         from torch.utils.tensorboard.summary import hparams

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import logging
 import math
+import random
 import shutil
 import sys
+import time
 import traceback
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
-from callbacks import Checkpoint, JSONLines
-from tests.helpers import Numbers, Ranks, Toy, mean_of_outputs, toy_trainer
-from trainer import Callback, CheckpointError, DDPTrainer, TrainerConfig, checkpoint
+from callbacks import Checkpoint, EarlyStopping, JSONLines, Profiler, TensorBoard
+from tests.helpers import Numbers, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
+from trainer import Callback, CheckpointError, CheckpointFolder, DDPTrainer, Mean, TrainerConfig, World, checkpoint
 from trainer.launch import Launch, choose_device
 
 
@@ -212,7 +219,7 @@ def test_a_call_on_a_closed_world_is_told_so(ranks: Ranks) -> None:
             trainer.world.barrier() if call == "barrier" else trainer.predict(Numbers(4))
         return str(raised.value)
 
-    for call, name in (("barrier", "World.barrier"), ("predict", "World.gather")):
+    for call, name in (("barrier", "World.barrier"), ("predict", "predict")):
         for text in ranks(2, late, call):
             assert text.startswith(f"{name} needs the other ranks, but this world is closed")
 
@@ -238,44 +245,43 @@ class Looks(Callback):
         setattr(self, hook, lambda trainer, metrics: metrics[key])
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error can be given notes from Python 3.11 on")
 @pytest.mark.parametrize(
     ("key", "hook", "text"),
     [
-        (
-            "loss",
-            "on_step",
-            "'loss': metrics are empty between reports, every log_every steps; ask `if metrics:` first",
-        ),
-        ("acc", "on_eval", "'acc' is not reported; there are 'loss'"),
-        ("acc", "on_epoch_end", "'acc' is not reported; there are 'loss'"),
+        ("loss", "on_step", "(metrics are empty between reports, every log_every steps: ask `if metrics:` first)"),
+        ("acc", "on_eval", "(the metrics are 'loss')"),
+        ("acc", "on_epoch_end", "(the metrics are 'loss')"),
     ],
 )
 def test_a_metric_that_is_not_there_says_what_is(key: str, hook: str, text: str) -> None:
     with pytest.raises(KeyError) as raised:
         toy_trainer(8, eval_numbers=2, callbacks=[Looks(key, hook)], batch_size=2, log_every=2).fit()
-    assert raised.value.args == (text,)
+    assert raised.value.__notes__ == [text]
 
 
-def test_what_hooks_are_given_is_a_plain_mapping_otherwise() -> None:
-    class Keeps(Callback):
-        def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-            kept.append(metrics)
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="an error can be given notes from Python 3.11 on")
+def test_a_key_that_is_none_of_the_metrics_has_no_such_note() -> None:
+    class Own(Callback):
+        def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+            raise KeyError("loss")
 
-    kept: list[Mapping[str, float]] = []
-    toy_trainer(8, callbacks=[Keeps()], batch_size=2, log_every=2).fit()
-    assert [bool(metrics) for metrics in kept] == [False, True, False, True]
-    assert kept[0] == {}
-    assert kept[0].get("loss") is None
-    assert "loss" not in kept[0]
-    assert json.loads(json.dumps(kept[1])) == kept[1] == dict(kept[1])
+    with pytest.raises(KeyError) as raised:
+        toy_trainer(8, eval_numbers=2, callbacks=[Own()], batch_size=2).fit()
+    assert not hasattr(raised.value, "__notes__")
 
 
-def test_a_scheduler_that_cannot_be_saved_is_refused_at_once() -> None:
+def test_a_scheduler_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, math.exp)
-    with pytest.raises(AttributeError, match=r"the scheduler's state_dict\(\), which every checkpoint needs, failed: .*__dict__"):
-        DDPTrainer(model, optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=scheduler)
+    trainer = DDPTrainer(
+        model, optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=scheduler, callbacks=[Checkpoint(tmp_path / "run")]
+    )
+    with pytest.raises(TypeError, match=r"Checkpoint cannot save the scheduler: LambdaLR\.state_dict\(\) failed: .*__dict__"):
+        trainer.fit()
+    assert trainer.state.step == 0
+    assert not names_in(tmp_path)
 
 
 def test_a_finished_run_that_is_resumed_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,9 +324,9 @@ class Uneven(Numbers):
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
-        (Broken, "(Broken: __getitem__(5), in epoch 0)"),
-        (BrokenBatches, "(BrokenBatches: __getitems__([4, 5]), in epoch 0)"),
-        (Uneven, "(Uneven: samples [0, 1], as they were collated, in epoch 0)"),
+        (Broken, "(Broken: __getitem__ of 5, in epoch 0)"),
+        (BrokenBatches, "(BrokenBatches: __getitems__ of [4, 5], in epoch 0)"),
+        (Uneven, "(Uneven: collate_fn of [0, 1], in epoch 0)"),
     ],
 )
 def test_an_error_of_the_data_says_of_which_samples(kind: type[Numbers], what: str, workers: int) -> None:
@@ -337,10 +343,10 @@ def test_an_error_of_the_data_says_of_which_samples(kind: type[Numbers], what: s
 def test_an_error_of_the_data_in_an_evaluation_says_of_which_sample() -> None:
     with pytest.raises(OSError, match="a torn image") as raised:
         toy_trainer(8).evaluate(Broken(8))
-    assert "(Broken: __getitem__(5), in an evaluation)" in "".join(traceback.format_exception(raised.value))
+    assert "(Broken: __getitem__ of 5, in an evaluation or prediction)" in "".join(traceback.format_exception(raised.value))
 
 
-@pytest.mark.parametrize("text", ["buy milk\n", "buy milk", '{"a": 1}\n', "\x89PNG\r\n"])
+@pytest.mark.parametrize("text", ["buy milk\n", "buy milk", '{"a": 1}\n', '{"step": null}\n', "\x89PNG\r\n"])
 @pytest.mark.parametrize("resumes", [False, True])
 def test_a_file_of_one_line_that_is_no_log_is_left_alone(tmp_path: Path, text: str, resumes: bool) -> None:
     (path := tmp_path / "notes.txt").write_text(text, encoding="latin-1")
@@ -358,3 +364,243 @@ def test_a_first_line_that_a_crash_has_torn_is_a_log_still(tmp_path: Path, torn:
     (path := tmp_path / "log.jsonl").write_bytes(torn)
     toy_trainer(8, callbacks=[JSONLines(path)], batch_size=2).fit()
     assert json.loads(path.read_text().splitlines()[0])["step"] == 1
+
+
+class Inner(DDPTrainer):
+    """Trains another model before each epoch, and does without it where that fails."""
+
+    inner: DDPTrainer
+
+    def before_epoch(self) -> None:
+        with contextlib.suppress(ValueError):
+            self.inner.fit()
+
+
+def test_a_fit_inside_another_tells_its_callbacks_of_its_error() -> None:
+    class Fails(Recorder):
+        def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+            raise ValueError("boom")
+
+    callback = Fails()
+    outer = toy_trainer(8, kind=Inner, batch_size=2)
+    assert isinstance(outer, Inner)
+    outer.inner = toy_trainer(8, callbacks=[callback], batch_size=2)
+    assert outer.fit().step == 4
+    assert [call.name for call in callback.calls][-1] == "on_exception"
+    with pytest.raises(ValueError, match="boom"):
+        outer.inner.fit()
+
+
+def test_a_model_is_let_go_of_after_an_evaluation_that_ran_out_of_memory() -> None:
+    class Hungry(DDPTrainer):
+        def eval_step(self, model: nn.Module, batch: Any) -> Any:
+            raise RuntimeError("can't allocate memory")
+
+    def evaluate() -> tuple[weakref.ref[nn.Module], str]:
+        trainer, text = toy_trainer(8, kind=Hungry, batch_size=2, eval_batch_size=512), ""
+        try:
+            trainer.evaluate(Numbers(4))
+        except RuntimeError as error:
+            text = str(error)
+        return weakref.ref(trainer.model), text
+
+    gc.collect()
+    gc.disable()
+    try:
+        model, text = evaluate()
+        assert "out of memory with batches of 512: halve eval_batch_size" in text
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+def test_ranks_of_which_one_gathers_something_else_are_told_so(ranks: Ranks) -> None:
+    def other() -> str:
+        with toy_trainer(8, batch_size=2, eval_numbers=4) as trainer:
+            if trainer.world.is_main:
+                trainer.evaluate()
+            trainer.world.gather({"a": 1})
+        return ""
+
+    first = ranks.outcomes(2, other)[0]
+    assert "different calls: evaluate on rank 0; something else on rank 1. Every rank" in first.message
+
+
+def test_a_hook_with_other_arguments_is_refused_at_once() -> None:
+    class Evaluated(Callback):
+        def on_eval(self, trainer: DDPTrainer) -> None:  # type: ignore[override]
+            raise AssertionError
+
+    class Flexible(Callback):
+        def on_eval(self, *given: Any, **named: Any) -> None:
+            raise AssertionError
+
+    text = r"Evaluated\.on_eval must take \(self, trainer, metrics\); found it with \(trainer: .*\) -> .*, self left out"
+    with pytest.raises(TypeError, match=text):
+        toy_trainer(8, callbacks=[Evaluated()])
+    toy_trainer(8, callbacks=[Flexible()])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.StepLR, torch.optim.lr_scheduler.ExponentialLR])
+def test_a_class_of_schedulers_that_takes_something_else_is_refused(kind: Any) -> None:
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(TypeError, match=rf"found the class {kind.__name__} itself, whose second argument is (step_size|gamma)"):
+        DDPTrainer(model, optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=kind)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.lr_scheduler.CosineAnnealingLR, torch.optim.lr_scheduler.PolynomialLR])
+def test_a_class_of_schedulers_that_takes_a_number_of_steps_is_as_good_as_a_function(kind: Any) -> None:
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = DDPTrainer(model, optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=kind)
+    trainer.fit()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0)
+
+
+def test_a_mean_alone_is_told_how_to_be_named() -> None:
+    class Bare(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            return Mean(model(batch[0]).sum(), 2)
+
+    with pytest.raises(TypeError, match=r"it returned a Mean \(name it: \{'loss': Mean\(\.\.\.\)\}\)"):
+        toy_trainer(8, kind=Bare, batch_size=2).fit()
+
+
+def test_a_prediction_of_a_whole_batch_is_refused() -> None:
+    class Averages(DDPTrainer):
+        def predict_step(self, model: nn.Module, batch: Any) -> Any:
+            return {"mean": model(batch[0]).mean()}
+
+    with pytest.raises(ValueError, match="predict_step must return a row for each sample of the batch; found a 0-dim tensor"):
+        toy_trainer(8, kind=Averages, batch_size=2).predict(Numbers(5))
+
+
+def test_ranks_with_other_parts_of_the_data_are_told_so(ranks: Ranks) -> None:
+    """Somebody shared it out by hand."""
+
+    def build(where: str) -> None:
+        world, model = World.from_env(), Toy()
+        own, whole = Subset(Numbers(8), range(world.rank, 8, 2)), Subset(Numbers(4), [3, 1, 2, 0])
+        data = (own, whole) if where == "train_data" else (whole, own)
+        DDPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), *data, loss_fn=mean_of_outputs)
+
+    for where in ("train_data", "eval_data"):
+        for outcome in ranks.outcomes(2, build, where):
+            assert outcome.error == "ValueError"
+            assert f"different things: a checksum of the indices of {where} is " in outcome.message
+
+
+def test_a_rank_that_exits_is_not_said_to_have_failed(ranks: Ranks) -> None:
+    class Exits(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            if self.world.rank == 1 and self.state.step == 1:
+                sys.exit(0)
+            return super().training_step(model, batch)
+
+    def fit() -> None:
+        with toy_trainer(8, kind=Exits, batch_size=2) as trainer:
+            trainer.fit()
+
+    first = ranks.outcomes(2, fit)[0]
+    assert "rank 1 has closed its world: every rank must make the same calls" in first.message
+
+
+@pytest.mark.parametrize("kind", [TensorBoard, Profiler])
+def test_a_file_in_a_folders_place_is_found_before_anything_is_written(tmp_path: Path, kind: Any) -> None:
+    (tmp_path / "file").touch()
+    callbacks = [JSONLines(tmp_path / "log.jsonl"), Checkpoint(tmp_path / "run" / "files"), kind(tmp_path / "file")]
+    with pytest.raises(NotADirectoryError, match=rf"{kind.__name__}: .*file is a file; give it a folder"):
+        toy_trainer(8, callbacks=callbacks, batch_size=2).fit()
+    assert names_in(tmp_path) == {"file"}
+    assert not (tmp_path / "run" / "files").exists()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda folder: Checkpoint(folder, monitor="loss"), lambda folder: EarlyStopping("loss", patience=1)]
+)
+def test_a_monitor_without_an_evaluation_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any) -> None:
+    def train(eval_every: int) -> str:
+        caplog.clear()
+        callbacks = [make(tmp_path / str(eval_every))]
+        toy_trainer(8, eval_numbers=2, callbacks=callbacks, batch_size=2, eval_every=eval_every).fit()
+        return caplog.text
+
+    assert "the run ended without an evaluation" in train(1000)
+    assert train(2) == ""
+
+
+def test_a_job_that_is_refused_a_folder_touches_no_log_of_the_job_that_holds_it(tmp_path: Path) -> None:
+    def trainer() -> DDPTrainer:
+        callbacks = [JSONLines(tmp_path / "log.jsonl"), Checkpoint(tmp_path, every_steps=1)]
+        return toy_trainer(8, callbacks=callbacks, batch_size=2)
+
+    trainer().fit()
+    (tmp_path / "step-00000004.pt").unlink()  # the other job goes back to step 3
+    before = (tmp_path / "log.jsonl").read_bytes()
+    (holder := CheckpointFolder(tmp_path)).lock()
+    try:
+        with pytest.raises(CheckpointError, match="is in use by another Checkpoint of this process"):
+            trainer().fit(resume_from=tmp_path / "step-00000003.pt")
+    finally:
+        holder.unlock()
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+class Noisy(DDPTrainer):
+    """Draws from every generator on the way to the device."""
+
+    def prepare_batch(self, batch: Any) -> Any:
+        numbers, targets = super().prepare_batch(batch)
+        return numbers + torch.rand(()).double() + random.random() + np.random.rand(), targets
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_what_is_drawn_in_prepare_batch_follows_from_where_in_the_run_it_is(tmp_path: Path, tensors: bool) -> None:
+    numbers = torch.arange(12, dtype=torch.float64)
+    data = TensorDataset(numbers, numbers) if tensors else Numbers(12)
+
+    def train(folder: str, resume: str | None) -> tuple[float, float]:
+        for generator in (torch.rand, np.random.rand):  # wherever they are
+            generator(int(time.time_ns() % 7))
+        model = Toy()
+        config = TrainerConfig(batch_size=2, epochs=2, log_every=1)
+        callbacks = [Checkpoint(tmp_path / folder, every_steps=1, keep_last=99)]
+        trainer = Noisy(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            data,
+            data,
+            loss_fn=mean_of_outputs,
+            config=config,
+            callbacks=callbacks,
+        )
+        trainer.fit(resume_from=None if resume is None else tmp_path / resume)
+        return float(model.w.detach()), trainer.evaluate()["loss"]
+
+    whole = train("whole", None)
+    assert train("again", None) == whole
+    for step in (1, 5, 6, 7):
+        assert train(f"from-{step}", f"whole/step-{step:08d}.pt") == whole
+
+
+def test_a_sparse_buffer_is_fine_on_one_process_and_named_on_several(ranks: Ranks) -> None:
+    def fit() -> int:
+        model = Toy()
+        model.register_buffer("a", torch.eye(3).to_sparse())
+        return toy_trainer(8, model, batch_size=2).fit().step
+
+    assert ranks(1, fit) == [4]
+    for outcome in ranks.outcomes(2, fit):
+        assert outcome.error == "ValueError"
+        assert "a tensor of layout torch.sparse_c" in outcome.message
+
+
+def test_a_run_whose_model_holds_new_types_is_resumed(tmp_path: Path) -> None:
+    def train(resume: bool) -> Any:
+        model = Toy()
+        model.register_buffer("a", torch.tensor([0.0, 0.0] if resume else [0.5, 2.0]).to(torch.float8_e4m3fn))
+        toy_trainer(8, model, callbacks=[Checkpoint(tmp_path)], batch_size=2, epochs=1 + resume).fit(resume_from=tmp_path)
+        return model.a.float().tolist()
+
+    assert train(False) == train(True) == [0.5, 2.0]

@@ -304,3 +304,22 @@ def test_a_finished_run_was_not_stopped(ranks: Ranks) -> None:
         return toy_trainer(2, batch_size=1, callbacks=[Once(lambda: signal_oneself(signal.SIGTERM)), recorder]).fit().stop_reason
 
     assert ranks(1, fit) == [None]
+
+
+def test_the_first_evaluation_is_given_all_the_time_there_is_after_a_signal(tmp_path: Path) -> None:
+    """No step has shown how long it takes; the later ones are part of a step that is known."""
+    allowed: list[float] = []
+
+    class Watched(DDPTrainer):
+        def eval_step(self, model: nn.Module, batch: Any) -> Tensor:
+            allowed.append(self._agreement._seconds_to_leave())
+            time.sleep(0.02)
+            return super().training_step(model, batch)
+
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            if model.training:
+                allowed.append(self._agreement._seconds_to_leave())
+            return super().training_step(model, batch)  # type: ignore[return-value]
+
+    toy_trainer(6, eval_numbers=2, kind=Watched, batch_size=2, eval_every=1).fit()
+    assert [round(seconds) for seconds in allowed] == [5, 25, 5, 5, 5, 5]

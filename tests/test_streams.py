@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Recorder, Toy, mean_of_outputs
 from tests.ranks import Ranks
-from trainer import DDPTrainer, TrainerConfig
+from trainer import DDPTrainer, TrainerConfig, World
 
 Pair = tuple[Tensor, Tensor]
 
@@ -257,3 +257,53 @@ def test_a_dataset_with_set_epoch_is_told_the_epoch_in_living_workers_too(ranks:
 
     for seen in ranks(1, run, timeout=90)[0]:
         assert seen == [0.0] * 4 + [1.0] * 4 + [2.0] * 4
+
+
+class Sharded(IterableDataset[Pair]):
+    """Shards itself over the ranks, unevenly, and over the workers."""
+
+    sharded = True
+
+    def __init__(self, lengths: list[int], rank: int) -> None:
+        self.items = range(100 * rank, 100 * rank + lengths[rank])
+
+    def __iter__(self) -> Iterator[Pair]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from map(pair, self.items[first::step])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "lengths", "workers", "config"),
+    [
+        (1, [15], 2, {"batch_size": 3}),
+        (2, [20, 5], 0, {"batch_size": 2}),
+        (2, [9, 8], 0, {"batch_size": 2, "global_batch_size": 5}),
+        (3, [7, 0, 3], 0, {"batch_size": 2, "accumulation_steps": 2}),
+    ],
+)
+def test_a_stream_that_shards_itself_is_resumed_after_short_windows(
+    ranks: Ranks, tmp_path: Path, world_size: int, lengths: list[int], workers: int, config: dict[str, int]
+) -> None:
+    def train(folder: Path, after: int | None) -> tuple[list[float], int, int, float]:
+        world, model = World.from_env(), Toy()
+        data = Sharded(lengths, world.rank)
+        options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        trainer = Keeper(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            data,
+            loader_options=options,
+            config=TrainerConfig(epochs=2, log_every=1, **config),
+            callbacks=[Checkpoint(folder, every_steps=1, keep_last=99)],
+        )
+        trainer.fit(resume_from=None if after is None else tmp_path / "whole" / f"step-{after:08d}.pt")
+        return trainer.__dict__.get("seen", []), trainer.state.step, trainer.state.samples, float(model.w)
+
+    whole = ranks(world_size, train, tmp_path / "whole", None)
+    steps = whole[0][1]
+    for after in range(1, steps):
+        resumed = ranks(world_size, train, tmp_path / str(after), after)
+        for rank, (seen, *others) in enumerate(resumed):
+            assert others == list(whole[rank][1:])
+            assert seen == whole[rank][0][len(whole[rank][0]) - len(seen) :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import threading
 import time
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers import Ranks, Recorder, toy_trainer
-from trainer import World
+from trainer import World, launch
 from trainer.launch import Launch, agree_on_key
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
@@ -588,3 +590,43 @@ def test_a_forked_process_does_not_take_its_parents_world_for_its_own(ranks: Ran
     finally:
         parent.close()
     assert sizes == [(False, 2)] * 2
+
+
+def test_a_rank_that_keeps_another_waiting_is_named_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "_PATIENCE", 0.02)
+    with pytest.raises(TimeoutError):
+        agree_on_key(FakeStore({}), 0, 3, timedelta(seconds=0.1))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("rank 0 has been waiting for rank 1, 2 to join the group for 0 s. Every rank must")
+
+
+BYTES = (torch.uint8, torch.int16, torch.int32, torch.int64)
+NEW_TYPES = [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex32]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex64, *NEW_TYPES])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_tensors_of_every_type_travel(ranks: Ranks, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    sent = numbers.to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+    plain = BYTES[sent.element_size().bit_length() - 1]
+
+    def send() -> list[Any]:
+        world = World.from_env()
+        arrived = [item["a"] for item in [*world.gather({"a": sent}), world.broadcast({"a": sent})]]
+        return [(tensor.dtype, tensor.shape, torch.equal(tensor.view(plain), sent.view(plain))) for tensor in arrived]
+
+    for own in ranks(1, send) + ranks(2, send):
+        assert own == [(dtype, shape, True)] * len(own)
+
+
+def test_a_copy_of_a_world_is_that_world(ranks: Ranks) -> None:
+    def copies() -> bool:
+        world = World.from_env()
+        sent = world.gather({"world": world, "rank": world.rank})
+        return copy.deepcopy([world])[0] is world and all(item["world"] is world for item in sent)
+
+    assert ranks(2, copies) == [True, True]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -39,6 +41,8 @@ class StopAgreement:
         self._started = self._settled = self._last_time
         self._first = True
         self._longest = self._saving = 0.0
+        self._evaluations = 0
+        self._is_evaluating = False
         self._signals.open()
 
     def close(self) -> None:
@@ -75,6 +79,16 @@ class StopAgreement:
             return None
         return next(reason for reason in self._world.gather(self._wish) if reason is not None)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation: how long the first one takes is not known, and no step has shown it."""
+        self._is_evaluating = True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
+        self._evaluations += 1
+
     def obey(self) -> None:
         """After `close`, on a rank that only waits for others: a signal that has come ends this process."""
         self._signals.resend()
@@ -86,6 +100,8 @@ class StopAgreement:
         """
         saving = checkpoint.last_write.seconds if self._world.is_main else self._saving
         allowed = min(self._longest + saving + _SLACK, _LATEST)
+        if self._is_evaluating and self._evaluations == 0:
+            allowed = _LATEST
         return allowed if time.monotonic() - self._settled < allowed else _AT_ONCE
 
     def _message(self, step: int) -> torch.Tensor:

@@ -65,15 +65,6 @@ class Callback:
         """Take back what `state_dict` gave, before `on_fit_start`."""
 
 
-class Reported(dict[str, float]):
-    """The metrics as hooks get them: a key that is not there is an error that says what is."""
-
-    def __missing__(self, key: str) -> float:
-        if not self:
-            raise KeyError(f"{key!r}: metrics are empty between reports, every log_every steps; ask `if metrics:` first")
-        raise KeyError(f"{key!r} is not reported; there are {', '.join(map(repr, self))}")
-
-
 class HookGuard(Protocol):
     """Who is told which hook is running (`World`, which then refuses to communicate)."""
 
@@ -120,13 +111,13 @@ class Dispatcher:
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self._watch_steps:
-            self._run("on_step", lambda callback: callback.on_step(trainer, Reported(metrics)))
+            self._run("on_step", lambda callback: callback.on_step(trainer, metrics), metrics)
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        self._run("on_eval", lambda callback: callback.on_eval(trainer, Reported(metrics)))
+        self._run("on_eval", lambda callback: callback.on_eval(trainer, metrics), metrics)
 
     def on_epoch_end(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        self._run("on_epoch_end", lambda callback: callback.on_epoch_end(trainer, Reported(metrics)))
+        self._run("on_epoch_end", lambda callback: callback.on_epoch_end(trainer, metrics), metrics)
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
         if self._watch_safe_points:
@@ -159,11 +150,21 @@ class Dispatcher:
         if unknown and self._active:  # one line, not one a rank
             _log.warning("ignored the checkpoint's state of callbacks that this trainer has not: %s", ", ".join(unknown))
 
-    def _run(self, hook: str, call: Callable[[Callback], None]) -> None:
+    def _run(self, hook: str, call: Callable[[Callback], None], metrics: Mapping[str, float] | None = None) -> None:
         outer = self._guard.running_hook  # a state_dict is often asked for inside another hook
         for callback in self.callbacks:
             self._guard.running_hook = f"{callback.name}.{hook}"
             try:
                 call(callback)
+            except KeyError as error:
+                if metrics is not None and error.args and error.args[0] not in metrics and hasattr(error, "add_note"):
+                    error.add_note(_of_metrics(metrics))  # from Python 3.11 on
+                raise
             finally:
                 self._guard.running_hook = outer
+
+
+def _of_metrics(metrics: Mapping[str, float]) -> str:
+    if metrics:
+        return f"(the metrics are {', '.join(map(repr, metrics))})"
+    return "(metrics are empty between reports, every log_every steps: ask `if metrics:` first)"

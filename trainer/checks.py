@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 import operator
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,8 @@ from .config import TrainerConfig
 from .data import LOADER_OPTIONS
 from .metrics import Mean
 from .plan import Plan
+from .state import TrainerState
 from .world import World
-
-if TYPE_CHECKING:
-    from .ddp_trainer import DDPTrainer
 
 _log = logging.getLogger("trainer")
 NO_LOSS_FN = "the default training_step needs loss_fn: pass loss_fn=... to DDPTrainer, or override training_step"
@@ -211,29 +208,6 @@ def check_plan(plan: Plan, config: TrainerConfig) -> None:
         )
 
 
-def agree(world: World, model: nn.Module, train_samples: int | None, eval_sets: Mapping[str, Any], config: TrainerConfig) -> None:
-    """Raise ValueError on every rank, naming rank and values, unless all ranks were given the same. Called on every rank."""
-    mine: dict[str, Any] = {"the length of train_data": train_samples}
-    for name, data in eval_sets.items():
-        mine[f"the length of eval_data {name}".strip()] = None if isinstance(data, IterableDataset) else len(data)
-    mine |= {f"config.{name}": value for name, value in config.plain().items()}
-    tensors = _tensors(model)
-    mine["the model"] = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
-    gathered = world.gather(mine)
-    others = next(({"rank": rank, **theirs} for rank, theirs in enumerate(gathered) if theirs != gathered[0]), None)
-    if others is None:
-        return
-    first, rank = gathered[0], others.pop("rank")
-    what = next(name for name in [*first, *others] if first.get(name) != others.get(name))
-    left, right = first.get(what), others.get(what)
-    if what == "the model":
-        described = world.gather(tensors)
-        left, right = sorted(set(described[0]) - set(described[rank])), sorted(set(described[rank]) - set(described[0]))
-    raise ValueError(
-        f"the ranks were given different things: {what} is {left!r} on rank 0, {right!r} on rank {rank}. Give every rank the same"
-    )
-
-
 def check_loss(output: Mapping[str, Any]) -> Tensor | Mean:
     """The loss in a training step's output, if it can be trained on: TypeError or ValueError naming what was returned."""
     if "loss" not in output:
@@ -308,30 +282,24 @@ def check_trained(model: nn.Module, optimizer: Optimizer, is_main: bool) -> None
         )
 
 
-def tell_of_finished(trainer: DDPTrainer) -> None:
-    """A run that is resumed after its end, or a second `fit`, would take no step without a word."""
-    state = trainer.state
-    if trainer.finished and trainer.world.is_main:
+def warn_before_fit(model: nn.Module, state: TrainerState, is_finished: bool, is_main: bool) -> None:
+    """Of what a person may not have meant: on rank 0.
+
+    A run that is resumed after its end, or a second `fit`, takes no step. And `fit` leaves modes alone, so that frozen parts stay
+    frozen; a whole model in evaluation mode was probably forgotten.
+    """
+    if is_main and is_finished:
         _log.warning(
             "nothing left to train: the planned end was reached at step %d, after %d epochs; raise epochs or max_steps to go on",
             *(state.step, state.epoch),
         )
-
-
-def warn_of_evaluation_mode(model: nn.Module, is_main: bool) -> None:
-    """`fit` leaves modes alone, so that frozen parts stay frozen; a whole model in evaluation mode was probably forgotten."""
-    if not model.training and is_main:
+    if is_main and not model.training:
         warnings.warn(
             "the model is in evaluation mode, and fit leaves it there: call model.train() first to train with dropout and batch "
             "statistics",
             UserWarning,
             stacklevel=4,
         )
-
-
-def _tensors(model: nn.Module) -> list[str]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return [f"{name} {tuple(tensor.shape)} {tensor.dtype} requires_grad={tensor.requires_grad}" for name, tensor in named]
 
 
 def _length(data: Any, name: str) -> int:

@@ -102,21 +102,22 @@ class _Batches(Dataset[Any]):
         if type(dataset) is TensorDataset and self._collate is default_collate:
             places = torch.from_numpy(np.array(indices))  # in less time than torch.tensor, and than indexing by a list
             return [tensor.index_select(0, places) for tensor in dataset.tensors]
-        what, samples = f"__getitems__({indices})", []
+        call, samples = "__getitems__", []
+        of: Any = indices
         try:
             if _answers_batches(dataset):  # draws per batch
                 self._seed_for(epoch, positions[0])
                 samples = dataset.__getitems__(indices)
             else:
                 for position, index in zip(positions, indices, strict=True):
-                    what = f"__getitem__({index})"
+                    call, of = "__getitem__", index
                     self._seed_for(epoch, position)
                     samples.append(dataset[index])
-            what = f"samples {indices}, as they were collated"
+            call, of = "collate_fn", indices
             return self._collate(samples)
         except Exception as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(f"({type(dataset).__name__}: {what}, in {_named(epoch)})")
+                error.add_note(f"({type(dataset).__name__}: {call} of {of}, in {_named(epoch)})")
             raise
 
     def _seed_for(self, epoch: int, position: int) -> None:
@@ -125,7 +126,7 @@ class _Batches(Dataset[Any]):
 
 
 def _named(epoch: int) -> str:
-    return "an evaluation" if epoch == NO_EPOCH else f"epoch {epoch}"
+    return "an evaluation or prediction" if epoch == NO_EPOCH else f"epoch {epoch}"
 
 
 def _answers_batches(dataset: Any) -> bool:

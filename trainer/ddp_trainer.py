@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
-from . import checks, folder, snapshot
+from . import checks, equality, folder, snapshot
 from .agreement import StopAgreement
 from .callback import Callback, Dispatcher
 from .capture import Capture
@@ -120,7 +120,7 @@ class DDPTrainer(Steps):
         self._parts = Parts(self._replica, self._precision)
         self._capture = Capture(self.world, self.config, self._train.window_size)
         self._agreement = StopAgreement(self.world, self.config.log_every, self.config.max_minutes)
-        checks.agree(self.world, self.model, self._train.samples, self.eval_sets, self.config)
+        equality.agree(self.world, self.model, train_data, self._train.samples, self.eval_sets, self.config)
         self._replica.align()
 
     # ---------------------------------------------------------------------------------------------- called on every rank
@@ -134,7 +134,7 @@ class DDPTrainer(Steps):
 
         Returns `state`, the same on every rank, after every hook of `on_fit_end` has finished. An exception ends the whole job.
         """
-        self.world.outside_hook("fit")
+        self.world.ready("fit")
         end = partial(told, trainer=self, hooks=self._hooks, agreement=self._agreement)
         try:
             with calling("fit", self.world, end), torch.enable_grad():
@@ -154,7 +154,7 @@ class DDPTrainer(Steps):
         Every sample counts exactly once, at any world and batch size. Keys are those of `eval_step`; with a mapping of datasets
         ``name/key``. Fires no hook, moves no scheduler; modes and random state are put back. Raises ValueError without data.
         """
-        self.world.outside_hook("evaluate")
+        self.world.ready("evaluate")
         sets = self.eval_sets if data is None else checks.named_sets(data, "data")
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
@@ -170,7 +170,7 @@ class DDPTrainer(Steps):
 
         Batches are joined: tensors along their first dimension, lists one after another, tuples and mappings field by field.
         """
-        self.world.outside_hook("predict")
+        self.world.ready("predict")
         checks.check_dataset(data, "data")
         with calling("predict", self.world, partial(explained, trainer=self)):
             return predict(self, self._parts, data, self._train.options)
@@ -224,7 +224,7 @@ class DDPTrainer(Steps):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values and tensors (not copied). On rank 0, where the callbacks are, it is complete."""
-        return snapshot.take(self, self._run_config(), self._precision, self._hooks)
+        return snapshot.take(self, self._run_config(), self._precision, self._hooks) | self._train.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, the same on every rank.
@@ -232,6 +232,7 @@ class DDPTrainer(Steps):
         Raises ValueError, with nothing changed, where it does not fit this trainer.
         """
         snapshot.restore(self, state, self._run_config(), self._precision, self._hooks)
+        self._train.load_state_dict(state)
 
     # ------------------------------------------------------------------------------------------------------- the loop
 
@@ -253,9 +254,9 @@ class DDPTrainer(Steps):
         self._replica.begin_window(window)
         self._capture.begin_window(window)
         for number, (share, batch) in enumerate(zip(window.micro_batches, batches, strict=True)):
-            batch = self.prepare_batch(batch)
             if self.config.seed is not None:  # after the fetch, which draws from the same generators
                 seed_generators(mix(STEP, self.config.seed, self.state.window, number, self.world.rank), self.world.device)
+            batch = self.prepare_batch(batch)
             last = number == len(window.micro_batches) - 1
             output = self._capture.run_pass(self._pass, batch, len(share), window, last)
             self._reporter.add(output, len(share))
@@ -266,7 +267,7 @@ class DDPTrainer(Steps):
         self._reporter.note_rates(self.optimizer)
         updated, self._reporter.grad_norm = self._capture.run_update(self._update, self.optimizer)
         if updated:
-            self._schedule.after_step()
+            self._schedule.after("step")
         return updated
 
     def _pass(self, batch: Any, samples: int, window: Window, last: bool) -> Mapping[str, Any]:
@@ -298,7 +299,7 @@ class DDPTrainer(Steps):
         state.epoch_samples += window.size
         if window.last:
             state.epoch, state.epoch_samples = state.epoch + 1, 0
-            self._schedule.after_epoch()
+            self._schedule.after("epoch")
         finished = self.finished
         self._reporter.end_step(state.step + (not updated), window.size)
         report_due = updated and (finished or state.step % config.log_every == 0)
@@ -328,8 +329,7 @@ class DDPTrainer(Steps):
         if content is not None:
             self.load_state_dict(content)
         self.state.stop_reason = None
-        checks.tell_of_finished(self)
-        checks.warn_of_evaluation_mode(self.model, self.world.is_main)
+        checks.warn_before_fit(self.model, self.state, self.finished, self.world.is_main)
         self.model.zero_grad()
         self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)
         self._weighting = Weighting(self.world)
@@ -341,7 +341,7 @@ class DDPTrainer(Steps):
         return checks.summarized(self.summarize, self._reporter.take_report(bool(self._weighting.by_items)))
 
     def _evaluate(self) -> dict[str, float]:
-        with self._reporter.pause():
+        with self._reporter.pause(), self._agreement.evaluating():
             metrics = self.evaluate()
         self._schedule.after_evaluation(metrics)
         return metrics

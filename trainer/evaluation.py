@@ -79,9 +79,20 @@ def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: M
         for number, (_, batch) in enumerate(_of_shares(trainer, dataset, options, list(chunks(own, size)))):
             batch = _prepared(trainer, batch, number)
             with parts.precision.autocast():
-                outputs.append(to_device(trainer.predict_step(trainer.model, batch), torch.device("cpu")))
+                output = to_device(trainer.predict_step(trainer.model, batch), torch.device("cpu"))
+            _check_rows(output)
+            outputs.append(output)
     gathered = world.gather_on_main(outputs)
     return None if gathered is None else joined([output for part in gathered for output in part])
+
+
+def _check_rows(output: Any) -> None:
+    """ValueError for a number of a whole batch: what joining them gives would depend on how the data was split."""
+    if isinstance(output, (Mapping, tuple)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            _check_rows(part)
+    if isinstance(output, Tensor) and output.ndim == 0:
+        raise ValueError("predict_step must return a row for each sample of the batch; found a 0-dim tensor")
 
 
 def joined(outputs: list[Any]) -> Any:
@@ -92,9 +103,9 @@ def joined(outputs: list[Any]) -> Any:
     """
     first = outputs[0]
     if isinstance(first, Tensor):
-        if first.ndim and len({output.shape[1:] for output in outputs}) > 1:
+        if len({output.shape[1:] for output in outputs}) > 1:
             return [sample for output in outputs for sample in output]
-        return torch.cat(outputs) if first.ndim else torch.stack(outputs)
+        return torch.cat(outputs)
     if isinstance(first, Mapping):
         return {key: joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple):
@@ -122,10 +133,9 @@ def _of_stream(
 
 
 def _prepared(trainer: DDPTrainer, batch: Any, number: int) -> Any:
-    batch = trainer.prepare_batch(batch)
     if trainer.config.seed is not None:
         seed_generators(mix(EVAL_STEP, trainer.config.seed, number, trainer.world.rank), trainer.world.device)
-    return batch
+    return trainer.prepare_batch(batch)
 
 
 class Part(NamedTuple):

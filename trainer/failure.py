@@ -6,11 +6,9 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-
-from .config import TrainerConfig
 
 if TYPE_CHECKING:
     from .agreement import StopAgreement
@@ -25,6 +23,7 @@ _PHASES = {  # by the function that was running, innermost first
     "_check_calls": "for the other ranks",
     "run_on_main": "for rank 0, which reads a checkpoint or runs a hook",
     "evaluate": "in an evaluation",
+    "predict": "in a prediction",
     "reduce": "in a report",
     "settle": "to agree on stopping",
     "refresh": "to set up the model's wrapper",
@@ -37,21 +36,23 @@ _PHASES = {  # by the function that was running, innermost first
 def calling(call: str, world: World, told: Callable[[BaseException], BaseException]) -> Iterator[None]:
     """A call that every rank must make, and what is raised in it as `told` has it.
 
-    Raises RuntimeError on every rank where they make different ones. Nothing more is done in a call inside of another.
+    Raises RuntimeError on every rank where they make different ones. An error of an evaluation in `fit` is told by that.
     """
-    if world.running_call is not None:
-        yield
-        return
-    world.running_call = call
+    outer, world.running_call = world.running_call, call
     try:
-        _check_calls(call, world)
+        if outer is None:
+            _check_calls(call, world)
         yield
     except BaseException as raised:
-        if (error := told(raised)) is raised:
+        error = told(raised) if outer is None or call == "fit" else raised
+        if error is raised:
             raise
-        raise error from raised
+        try:
+            raise error from raised
+        finally:
+            del error  # whose traceback holds this frame: the cycle would keep the model alive
     finally:
-        world.running_call = None
+        world.running_call = outer
 
 
 def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement: StopAgreement) -> BaseException:
@@ -80,16 +81,18 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
         text = _of_hidden_attribute(error)
     elif isinstance(error, TypeError) and _NO_LIST.search(str(error)):
         text = (
-            f"{error}: the model that training_step is given may be wrapped, and can only be called; its parts are self.model's"
+            f"{error}: the model that training_step is given may be wrapped, and can only be called; its parts are self.model's. "
+            "(It is the first argument: training_step(self, model, batch))"
         )
     elif isinstance(error, RuntimeError):
-        text = _of_memory(error, trainer.config)
+        text = _of_memory(error, trainer)
     return error if text is None else type(error)(text)
 
 
 def _check_calls(call: str, world: World) -> None:
-    calls = world.gather(call)
-    if len(set(calls)) > 1:
+    gathered: list[Any] = world.gather(call)
+    calls = [other if isinstance(other, str) else "something else" for other in gathered]
+    if set(calls) != {call}:
         ranks = {call: ", ".join(str(rank) for rank, other in enumerate(calls) if other == call) for call in calls}
         found = "; ".join(f"{call} on rank {where}" for call, where in ranks.items())
         raise RuntimeError(
@@ -129,9 +132,13 @@ def _of_hidden_attribute(error: AttributeError) -> str | None:
     )
 
 
-def _of_memory(error: RuntimeError, config: TrainerConfig) -> str | None:
+def _of_memory(error: RuntimeError, trainer: DDPTrainer) -> str | None:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         return None
+    config = trainer.config
+    if {"evaluate", "predict"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+        batch = config.eval_batch_size or config.batch_size
+        return f"{error}\nout of memory with batches of {batch}: halve eval_batch_size, which changes no result"
     size = f"global_batch_size={config.global_batch_size}" if config.global_batch_size else "the global batch"
     return (
         f"{error}\nout of memory with batch_size={config.batch_size}: halve it and keep {size} (set global_batch_size), and the "

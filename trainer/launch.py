@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,14 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 _LAUNCHERS = (("SLURM_NTASKS", "Slurm", "srun --ntasks-per-node=1"), ("OMPI_COMM_WORLD_SIZE", "MPI", "mpirun -N 1"))
 """Which set how many tasks there are, but not what torch needs."""
+
+
+_log = logging.getLogger("trainer")
+_PATIENCE = 20.0  # seconds
+_STILL_WAITING = (
+    "rank %d has been waiting for rank %s to join the group for %.0f s. Every rank must make a World or a DDPTrainer: is there "
+    "an `if rank == 0` around it?"
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,8 @@ def agree_on_key(store: Store, rank: int, size: int, timeout: timedelta) -> str:
     Raises TimeoutError naming the ranks that did not come.
     """
     token = uuid.uuid4().hex
-    deadline = time.monotonic() + timeout.total_seconds()
+    started = time.monotonic()
+    deadline, patient = started + timeout.total_seconds(), True
 
     def read(name: str) -> str:
         return store.get(name).decode() if store.check([name]) else ""
@@ -141,6 +151,9 @@ def agree_on_key(store: Store, rank: int, size: int, timeout: timedelta) -> str:
         store.set(f"hello/{rank}", token)
         key, waiting = "", {0}
     while waiting:
+        if patient and time.monotonic() > started + _PATIENCE:
+            patient = False
+            _log.warning(_STILL_WAITING, rank, ", ".join(map(str, sorted(waiting))), _PATIENCE)
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {rank} waited {timeout} for rank {', '.join(map(str, sorted(waiting)))} to join the group")
         if rank == 0:

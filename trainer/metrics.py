@@ -30,6 +30,8 @@ def as_mapping(output: Any, step: str) -> Mapping[str, Tensor | float | Mean]:
         kind = type(output).__name__
         if output is None or isinstance(output, (int, float)):
             kind = "None (is a return missing?)" if output is None else f"{kind} (a number has no graph: leave out .item())"
+        if isinstance(output, Mean):
+            kind = "a Mean (name it: {'loss': Mean(...)})"
         raise TypeError(f"{step} must return the loss, a tensor, or a mapping such as {{'loss': loss, ...}}; it returned {kind}")
     return output
 

@@ -33,9 +33,22 @@ def sendable(error: BaseException | None) -> BaseException | None:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
+# torch restores other types (float8, uint16, ...) from its own files only: their bytes travel as those of integers.
+_RESTORED = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+_PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+
+
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
-        return value.detach().cpu().__reduce_ex__(2) if isinstance(value, Tensor) else None  # type: ignore[no-untyped-call]
+        if not isinstance(value, Tensor):
+            return None
+        value, dtype = value.detach().cpu(), None
+        if value.dtype not in _RESTORED:
+            value, dtype = value.contiguous().view(_PLAIN[value.element_size()]), value.dtype
+        return value.__reduce_ex__(2), dtype
 
 
 class _Unpickler(pickle.Unpickler):
@@ -44,5 +57,6 @@ class _Unpickler(pickle.Unpickler):
         self._device = device
 
     def persistent_load(self, reduced: Any) -> Any:
-        rebuild, arguments = reduced
-        return rebuild(*arguments).to(self._device)
+        (rebuild, arguments), dtype = reduced
+        value = rebuild(*arguments)
+        return (value if dtype is None else value.view(dtype)).to(self._device)

@@ -49,7 +49,12 @@ class Replica:
         """
         tensors: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
         for tensor in tensors:
-            if not _is_laid_out_plainly(tensor):
+            if tensor.layout != torch.strided and self._world.size > 1:
+                raise ValueError(
+                    f"the model holds a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)}, which cannot be sent "
+                    "to other ranks: keep it dense, or outside of parameters and buffers"
+                )
+            if tensor.layout == torch.strided and not _is_laid_out_plainly(tensor):
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
         self._world.broadcast_tensors(tensors)
 
@@ -80,7 +85,7 @@ class Replica:
             # DDP sends rank 0's buffers at each synchronised forward, which is a window's last. Sent at its start instead,
             # every micro-batch sees what a resumed run would see.
             self._wrapped.broadcast_buffers = False  # type: ignore[assignment]
-            self._sends_buffers = any(True for _ in self.model.buffers())
+            self._sends_buffers = True
         return True
 
     def release(self) -> None:

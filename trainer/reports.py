@@ -1,4 +1,4 @@
-"""What a run reports: one packed message carries the means, the fingerprint of the parameters and the first bad step."""
+"""What a run reports: one packed message carries the means, the fingerprint of the parameters and whether they are finite."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ class Reporter:
         parts = [torch.stack([_broken(parameters), empty_windows]), self._sums.take(self._keys)]
         if size > 1:
             parts.append(checksum.words(parameters))
-        summed = iter(self._world.sum(torch.cat(parts)).tolist())  # the only wait for the device
+        summed = iter(self._world.sum(torch.cat(parts)).tolist())  # the only wait for the device, while losses are finite
         broken, empty, sums = next(summed), next(summed), list(islice(summed, 2 * len(self._keys)))
         self._since_report = _added(self._since_report, sums)
         self._since_epoch = _added(self._since_epoch, sums)
-        if not math.isfinite(sums[self._keys.index("loss")]):
+        if not self._first_bad_loss and not math.isfinite(sums[self._keys.index("loss")]):
             self._note_bad()
         self._marked = []
         if empty:
@@ -142,7 +142,7 @@ class Reporter:
         """At how many of the marked steps each rank's running loss was not finite: the last ones, as it never is again."""
         good = self._world.gather(int(self._marks[: len(self._marked)].isfinite().sum()))
         bad = {rank: self._marked[count] for rank, count in enumerate(good) if count < len(self._marked)}
-        if bad and not self._first_bad_loss:
+        if bad:
             step = min(bad.values())
             ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
             self._first_bad_loss = f"the loss was not finite at step {step} on rank {ranks}"
@@ -166,7 +166,7 @@ class Reporter:
 
 
 def _broken(parameters: list[nn.Parameter]) -> Tensor:
-    """0 if every number in them is finite, otherwise NaN: 0-dim, float64 (float32 where the device has none)."""
+    """0 if every number in them is finite, otherwise NaN: 0-dim, of their type."""
     numbers = [torch.view_as_real(item) if item.is_complex() else item for item in parameters]
     floating = [item.detach() for item in numbers if item.is_floating_point() and item.numel()]
     extremes = [extreme for item in floating for extreme in item.aminmax()]  # in a quarter of a norm's time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ class Schedule:
         self._unit = config.schedule
         self._monitor = config.monitor
         if scheduler is not None and not isinstance(scheduler, LRScheduler) and callable(scheduler):
+            _check_class(scheduler)
             if total_steps is None:
                 raise ValueError(
                     "scheduler: a callable needs the total number of steps, which is unknown without train_data: pass that too, "
@@ -45,12 +47,9 @@ class Schedule:
         if scheduler is not None:
             self._check(scheduler, optimizer, has_eval_data)
 
-    def after_step(self) -> None:
-        if self.scheduler is not None and self._unit == "step":
-            self.scheduler.step()
-
-    def after_epoch(self) -> None:
-        if self.scheduler is not None and self._unit == "epoch":
+    def after(self, unit: str) -> None:
+        """A "step" or an "epoch"."""
+        if self.scheduler is not None and self._unit == unit:
             self.scheduler.step()
 
     def after_evaluation(self, metrics: Mapping[str, float]) -> None:
@@ -80,9 +79,16 @@ class Schedule:
             )
         if isinstance(scheduler, ReduceLROnPlateau) and self._unit != "eval":
             raise ValueError(f"ReduceLROnPlateau follows an evaluation: set schedule='eval'; found schedule={self._unit!r}")
-        try:
-            scheduler.state_dict()
-        except Exception as error:  # LambdaLR takes any callable, but saves only what has a __dict__
-            raise type(error)(f"the scheduler's state_dict(), which every checkpoint needs, failed: {error}") from error
         if self._unit == "eval" and not has_eval_data:
             raise ValueError("schedule='eval' needs eval_data, which is None: the scheduler moves after each evaluation")
+
+
+def _check_class(scheduler: Any) -> None:
+    """TypeError for a class whose second argument is no number of steps: it would be given one all the same."""
+    if isinstance(scheduler, type) and issubclass(scheduler, LRScheduler):
+        second = list(inspect.signature(scheduler).parameters)[1]
+        if second not in ("T_max", "total_iters", "total_steps"):
+            raise TypeError(
+                f"scheduler: found the class {scheduler.__name__} itself, whose second argument is {second}: pass an instance, "
+                "or a callable (optimizer, total_steps) that makes one"
+            )

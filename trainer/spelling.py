@@ -64,8 +64,20 @@ def check_methods(trainer: Any, of_all: type) -> None:
 
 
 def check_hooks(callback: Any, of_all: type) -> None:
-    """Warn of methods that look like hooks, and are none."""
+    """TypeError for a hook that cannot be called as it is. Warns of methods that look like hooks, and are none."""
     hooks = [name for name in vars(of_all) if name.startswith(("on_", "before_"))]
+    for name in hooks:
+        wanted = inspect.signature(getattr(of_all, name)).parameters
+        try:
+            signature = inspect.signature(getattr(callback, name))
+            signature.bind(*[None] * (len(wanted) - 1))
+        except ValueError:  # some functions of C have none
+            continue
+        except TypeError:
+            arguments = ", ".join(wanted)
+            raise TypeError(
+                f"{type(callback).__name__}.{name} must take ({arguments}); found it with {signature}, self left out"
+            ) from None
     for name in dir(type(callback)):
         if name.startswith(("on_", "before_")) and name not in hooks and callable(getattr(type(callback), name)):
             meant = _HOOKS_OF_OTHERS.get(name) or _close(name, hooks)

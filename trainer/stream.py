@@ -57,7 +57,7 @@ class Stream:
         self._source = _Reader(dataset, collate, cut, seed, purpose)
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
 
-    def windows(self, epoch: int, start: int) -> Iterator[Batches]:
+    def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """The windows from position `start` of an epoch on; what lies before is read and passed over."""
         self._source.place[:] = torch.tensor([epoch, start])
         return iter(self._loader)
@@ -157,11 +157,10 @@ class ShardedStream:
         self._source = _Shard(dataset, collate, self._parts)
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
 
-    def windows(self, epoch: int, start: int) -> Iterator[Batches]:
-        """As `Stream.windows`; a start within an epoch assumes that every window before it was whole."""
+    def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
+        """As `Stream.windows`; `passed`: the windows before `start`, which may have been short."""
         self._source.place[:] = torch.tensor([epoch, start])
-        passed = start // self._cut.window_size * len(self._parts)
-        own = islice(iter(self._loader), passed, None)
+        own = islice(iter(self._loader), passed * len(self._parts), None)
         ahead = list(islice(own, 1))
         while True:
             mine = list(islice(chain(ahead, own), len(self._parts)))

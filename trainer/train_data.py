@@ -47,6 +47,7 @@ class TrainData:
         self._config = config
         self._cut = Cut(self.window_size, config.batch_size, rank, world_size, config.drop_last)
         self._is_stream = isinstance(dataset, IterableDataset)
+        self._passed = 0  # windows of a stream's current epoch
         if self._is_stream:
             checks.check_stream(dataset, sampler, config)
         elif dataset is not None:
@@ -99,7 +100,10 @@ class TrainData:
         """The windows that remain of the current epoch, each with this rank's batches."""
         epoch, start = state.epoch, state.epoch_samples
         if self._is_stream:
-            yield from self._stream.windows(epoch, start)
+            self._passed = self._passed if start else 0
+            for window, of_stream in self._stream.windows(epoch, start, self._passed):
+                self._passed += 1
+                yield window, of_stream
             return
         windows, ahead = tee(self._plan.windows(start))
         shares = (share for window in ahead for share in window.micro_batches)
@@ -108,6 +112,13 @@ class TrainData:
             batches = self._ahead(batches)
         for window in windows:
             yield window, islice(batches, len(window.micro_batches))
+
+    def state_dict(self) -> dict[str, int]:
+        """What the counters do not tell: windows of a stream that shards itself may be short anywhere in the epoch."""
+        return {"epoch_windows": self._passed} if getattr(self._dataset, "sharded", False) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._passed = state.get("epoch_windows", state["state"]["epoch_samples"] // self.window_size)
 
     def _order(self, epoch: int) -> Order:
         if self._sampler is not None:

@@ -70,9 +70,12 @@ class World:
         self._copied: BaseException | None = None  # another rank's error, raised here too
         self._owns_group = owns_group
         self.roll_call = _roll_calls[0] if owns_group and _roll_calls else None
-        self._hurries = False
+        self._hurries = self._is_closed = False
         self._process = os.getpid()
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return World._opened_here, ()  # copied or sent to another rank, as a part of something, it is the world there
 
     @classmethod
     def from_env(cls, device: str | None = None, timeout: timedelta | None = None) -> World:
@@ -119,7 +122,7 @@ class World:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype and shape."""
-        self._ready("World.sum")
+        self.ready("World.sum")
         total = values.detach().clone()
         if self.size > 1:
             dist.all_reduce(total)
@@ -130,31 +133,28 @@ class World:
 
         Any picklable object; values may differ in size. Tensors in it arrive on this rank's device.
         """
-        self._ready("World.gather")
-        packed: list[Any] = [pack(value)]
+        self.ready("World.gather")
+        packed: list[Any] = [own := pack(value)] * self.size
         if self.size > 1:
-            packed = packed * self.size
-            dist.all_gather_object(packed, packed[self.rank])
+            dist.all_gather_object(packed, own)
         return [unpack(item, self.device) for item in packed]
 
     def gather_on_main(self, value: T) -> list[T] | None:
         """As `gather`, but on rank 0 alone, where tensors stay on the CPU; None on the other ranks."""
-        self._ready("World.gather_on_main")
-        packed: list[Any] = [pack(value)]
+        self.ready("World.gather_on_main")
+        packed: list[Any] = [own := pack(value)] * self.size
         if self.size > 1:
-            own = packed[0]
-            packed = [None] * self.size
             dist.gather_object(own, packed if self.is_main else None)
         return [unpack(item, torch.device("cpu")) for item in packed] if self.is_main else None
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank (what the others pass is ignored). Any picklable object, as in `gather`."""
-        self._ready("World.broadcast")
+        self.ready("World.broadcast")
         return self._broadcast(value, self.device)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._ready("World.barrier")
+        self.ready("World.barrier")
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
@@ -165,7 +165,7 @@ class World:
         ``per_node=False``: on global rank 0 first, for a file system that all nodes share. An error there is raised on all
         ranks, whose blocks then do not run. Works before and after a trainer is built.
         """
-        self._ready("World.main_first")
+        self.ready("World.main_first")
         if self.local_rank == 0 if per_node else self.is_main:
             with self.together():
                 yield
@@ -186,7 +186,7 @@ class World:
         if error is not None:
             raise error
         for rank, failure in enumerate(failures):
-            if failure is not None:
+            if isinstance(failure, BaseException):  # nothing else, unless that rank makes another call
                 self._copied = failure
                 raise failure from RuntimeError(f"raised on rank {rank}")
 
@@ -195,7 +195,7 @@ class World:
 
         Any picklable result; tensors in it arrive on the CPU.
         """
-        self._ready("World.run_on_main")
+        self.ready("World.run_on_main")
         result, error = cast(Any, None), cast("BaseException | None", None)
         if self.is_main:
             try:
@@ -213,7 +213,7 @@ class World:
         `model` must be on this rank's device; rank 0's parameters and buffers are copied to the others. `ddp_options`: the
         keyword arguments of DistributedDataParallel.
         """
-        self._ready("World.wrap")
+        self.ready("World.wrap")
         if self.size == 1:
             return model
         wrapped = wrapper.settled(model, self.device, ddp_options)
@@ -227,7 +227,7 @@ class World:
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in few large messages. They must have equal shapes and dtypes on every rank."""
-        self._ready("World.broadcast_tensors")
+        self.ready("World.broadcast_tensors")
         if self.size > 1 and tensors:
             group = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, [tensor.data for tensor in tensors], 250 << 20, 0)  # type: ignore[attr-defined]
@@ -254,6 +254,7 @@ class World:
             if self.roll_call is not None:
                 self.roll_call.say(LEFT)
             dist.destroy_process_group()
+            self._is_closed = True
 
     def outside_hook(self, call: str) -> None:
         """Raise RuntimeError if a callback's hook is running: `call` needs every rank, and a hook runs on rank 0 alone."""
@@ -264,9 +265,10 @@ class World:
                 "hooks, or override a method of DDPTrainer that runs on every rank"
             )
 
-    def _ready(self, call: str) -> None:
+    def ready(self, call: str) -> None:
+        """`outside_hook`, and RuntimeError once the other ranks cannot be reached any more."""
         self.outside_hook(call)
-        if self.size > 1 and not dist.is_initialized():
+        if self._is_closed:
             raise RuntimeError(f"{call} needs the other ranks, but this world is closed: close it, or its trainer, last of all")
 
     @staticmethod
@@ -279,7 +281,7 @@ class World:
         self.failed = True
         consequence = self.is_consequence(error) or error is self._copied
         if self.roll_call is not None:
-            self.roll_call.say(TOO if consequence else CAUSE)
+            self.roll_call.say(TOO if consequence else LEFT if isinstance(error, SystemExit) else CAUSE)
         if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
             # torchrun compares whole seconds: the agent must have seen the other rank first
             waited = 0.0 if self.roll_call is None else self.roll_call.seconds_since_asked()
@@ -309,8 +311,7 @@ def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> Non
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """torch's own rendezvous over the environment, under a key that no earlier opening has used.
 
-    torchrun's store outlives the group: what a dead attempt, or a group closed before, left there would be read as the new
-    ranks' addresses. The connection is kept for the next opening.
+    torchrun's store outlives the group: what a dead attempt left there would be read as the new ranks' addresses.
     """
     address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     if address not in _stores:
