@@ -45,9 +45,8 @@ def _of_indices(dataset: Any) -> int | None:
     """What tells `Subset`s apart, at a glance: a checksum of some of the indices; None for what is none."""
     if not isinstance(dataset, Subset):
         return None
-    count = len(dataset.indices)
-    places = range(0, count, max(1, count // 1000))
-    return zlib.crc32(repr([count, *(int(dataset.indices[place]) for place in places), _of_indices(dataset.dataset)]).encode())
+    places = range(0, len(dataset.indices), max(1, len(dataset.indices) // 1000))
+    return zlib.crc32(repr([[dataset.indices[place] for place in places], _of_indices(dataset.dataset)]).encode())
 
 
 def _tensors(model: nn.Module) -> list[str]:
