@@ -441,8 +441,8 @@ def test_reports_agreements_and_items_have_as_many_bytes_as_the_readme_says(rank
         return sizes
 
     bytes_of = {row["message"]: row["bytes"] for row in table("message")}
-    assert bytes_of["report"] == "8 (2 v + n + 10)"
-    report, agreement, items = 8 * (2 * 2 + world_size + 10), int(bytes_of["agreement on stopping"]), int(bytes_of["items"])
+    assert bytes_of["report"] == "8 (2 v + 10)"
+    report, agreement, items = 8 * (2 * 2 + 10), int(bytes_of["agreement on stopping"]), int(bytes_of["items"])
     assert ranks(world_size, run, False) == [[agreement, report, agreement, report, agreement]] * world_size
     settled = [items, agreement, items, report, agreement, items, items, report, agreement]
     assert ranks(world_size, run, True) == [settled] * world_size

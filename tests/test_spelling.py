@@ -75,8 +75,10 @@ def test_a_method_like_a_hook_is_named_with_the_one_that_may_be_meant(name: str,
 
 
 def test_every_hook_and_other_methods_are_no_reason_to_warn() -> None:
-    for name in ("on_step", "before_fit", "on_exception", "on_plateau", "before_dinner", "note"):
+    for name in ("before_fit", "on_safe_point", "on_plateau", "before_dinner", "note"):
         build(DDPTrainer, of(Callback, name, "trainer")())
+    for name in ("on_step", "on_eval", "on_exception"):
+        build(DDPTrainer, of(Callback, name, "trainer", "given")())
 
 
 class OwnBackward(DDPTrainer):

@@ -298,7 +298,7 @@ def test_a_stream_that_shards_itself_is_resumed_after_short_windows(
             callbacks=[Checkpoint(folder, every_steps=1, keep_last=99)],
         )
         trainer.fit(resume_from=None if after is None else tmp_path / "whole" / f"step-{after:08d}.pt")
-        return trainer.__dict__.get("seen", []), trainer.state.step, trainer.state.samples, float(model.w)
+        return trainer.__dict__.get("seen", []), trainer.state.step, trainer.state.samples, float(model.w.detach())
 
     whole = ranks(world_size, train, tmp_path / "whole", None)
     steps = whole[0][1]
