@@ -103,7 +103,8 @@ def _check_calls(call: str, world: World) -> None:
 
 def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
     """This rank's own part is only that it waited."""
-    causes, silent, left = ([], [], []) if trainer.world.roll_call is None else trainer.world.roll_call.ask()
+    roll_call, timed_out = trainer.world.roll_call, "Timed out" in str(error)
+    causes, silent, left = ([], [], []) if roll_call is None else roll_call.ask(timed_out)
     names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
     if phase == _PHASES["run_on_main"] and trainer.world.is_main:

@@ -9,6 +9,8 @@ from .launch import Store
 
 CAUSE, TOO, LEFT = "cause", "too", "left"
 _WITHIN = 2.0  # seconds; the ranks that are alive see a peer's end at once, and each other's time limits
+_AFTER_LIMIT = 0.8  # where a time limit is over: those that waited with this rank have reached theirs too
+_HOLD_BACK = 2.0  # seconds: torchrun compares whole ones, and its agent must have seen the rank that failed first
 
 
 class RollCall:
@@ -19,6 +21,7 @@ class RollCall:
         self._rank = rank
         self._size = size
         self._asked: float | None = None
+        self._is_hang = False
 
     def say(self, why: str) -> None:
         """`why`: `CAUSE`, `TOO` for a rank whose collective has failed, `LEFT` for one that closes. What was said first stays."""
@@ -26,12 +29,12 @@ class RollCall:
             if not self._store.check([self._key(self._rank)]):
                 self._store.set(self._key(self._rank), why)
 
-    def ask(self) -> tuple[list[int], list[int], list[int]]:
+    def ask(self, timed_out: bool) -> tuple[list[int], list[int], list[int]]:
         """The ranks that are the cause; those that say nothing within two seconds: they hang, are gone, or wait for such; and
-        those that had left before."""
+        those that had left before. `timed_out`: whether a time limit is why they are asked; then they have less time."""
         self._asked = time.monotonic()
         self.say(TOO)
-        silent, deadline = list(range(self._size)), time.monotonic() + _WITHIN
+        silent, deadline = list(range(self._size)), time.monotonic() + (_AFTER_LIMIT if timed_out else _WITHIN)
         said: dict[str, list[int]] = {CAUSE: [], TOO: [], LEFT: []}
         try:
             while silent and time.monotonic() < deadline:
@@ -42,11 +45,14 @@ class RollCall:
                 time.sleep(0.02)
         except RuntimeError:
             return [], [], []
+        self._is_hang = timed_out and not said[CAUSE]
         return said[CAUSE], silent, said[LEFT]
 
-    def seconds_since_asked(self) -> float:
-        """0 if nobody has asked."""
-        return 0.0 if self._asked is None else time.monotonic() - self._asked
+    def hold_back(self) -> None:
+        """Wait until torchrun has seen a rank that has failed by itself; where one hangs there is none."""
+        if not self._is_hang:
+            waited = 0.0 if self._asked is None else time.monotonic() - self._asked
+            time.sleep(max(0.0, _HOLD_BACK - waited))
 
     def _key(self, rank: int) -> str:
         return f"failing/{rank}"

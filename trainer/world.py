@@ -283,9 +283,7 @@ class World:
         if self.roll_call is not None:
             self.roll_call.say(TOO if consequence else LEFT if isinstance(error, SystemExit) else CAUSE)
         if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
-            # torchrun compares whole seconds: the agent must have seen the other rank first
-            waited = 0.0 if self.roll_call is None else self.roll_call.seconds_since_asked()
-            time.sleep(max(0.0, 2.0 - waited))
+            time.sleep(2.0) if self.roll_call is None else self.roll_call.hold_back()
         _record(error)
 
     def _broadcast(self, value: T, device: torch.device) -> T:
