@@ -9,14 +9,10 @@ Both are this project's trainer, in turn in one run; prints microseconds per mic
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 
 import torch
-from loop import of_trainer
-from torch.utils.data import TensorDataset
-
-from trainer import World
+from loop import of_trainer, prepared
 
 
 def main() -> None:
@@ -25,15 +21,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=200, help="micro-batches of 32 samples, per rank and round")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    world = World.from_env("cpu")
-    if os.environ.get("PIN"):
-        os.sched_setaffinity(0, {world.local_rank % (os.cpu_count() or 1)})
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    samples = options.batches * 32 * world.size
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(samples, 1, 28, 28, generator=generator)
-    data = TensorDataset(images, torch.randint(0, 10, (samples,), generator=generator))
+    world, data = prepared(options.batches)
     every = {"every one": 1, "every fourth": 4, "every one again": 1}
     given = {name: argparse.Namespace(**vars(options), accumulation=count, progress=False) for name, count in every.items()}
     epochs = {name: of_trainer(own, data, world) for name, own in given.items()}

@@ -124,19 +124,24 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parse()
+def prepared(batches: int) -> tuple[World, TensorDataset]:
+    """The world, pinned if PIN is set, and data for so many micro-batches on each rank."""
     torch.set_num_threads(1)
     world = World.from_env("cpu")
     if os.environ.get("PIN"):
         os.sched_setaffinity(0, {world.local_rank % (os.cpu_count() or 1)})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if world.size == 1 and "RANK" in os.environ:  # DDP around one process too, as a script under torchrun has it
-        torch.distributed.init_process_group("gloo")
-    samples = options.batches * 32 * world.size
+    samples = batches * 32 * world.size
     generator = torch.Generator().manual_seed(1)
     images: Tensor = torch.randn(samples, 1, 28, 28, generator=generator)
-    data = TensorDataset(images, torch.randint(0, 10, (samples,), generator=generator))
+    return world, TensorDataset(images, torch.randint(0, 10, (samples,), generator=generator))
+
+
+def main() -> None:
+    options = parse()
+    world, data = prepared(options.batches)
+    if world.size == 1 and "RANK" in os.environ:  # DDP around one process too, as a script under torchrun has it
+        torch.distributed.init_process_group("gloo")
     makers = {"by hand": by_hand, "trainer": of_trainer, "without DDP": without_ddp, "by hand again": by_hand}
     epochs = {name: make(options, data, world) for name, make in makers.items()}
     times: dict[str, list[float]] = {name: [] for name in epochs}
