@@ -38,8 +38,8 @@ def evaluate(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: 
     has no count to compare with), or the ranks' parameters differ; ValueError for keys that differ between ranks.
     """
     world, size = trainer.world, trainer.config.eval_batch_size or trainer.config.batch_size
-    sums, meters, counted = WeightedSums(world.device), Meters(world), 0
-    length = None
+    sums, meters = WeightedSums(world.device), Meters(world)
+    counted, number, length = 0, 0, None
     if isinstance(dataset, IterableDataset):
         batches = _of_stream(trainer, dataset, options, size)
     else:
@@ -48,12 +48,13 @@ def evaluate(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: 
         batches = _of_shares(trainer, dataset, options, shares)
     try:
         with _evaluating(trainer, parts):
-            for number, (samples, batch) in enumerate(batches):
+            for samples, batch in batches:
                 batch = _prepared(trainer, batch, number)
                 with parts.precision.autocast():
                     output = as_mapping(trainer.eval_step(trainer.model, batch), "eval_step")
                 sums.add(meters.take_from(output), samples)
-                counted += samples
+                counted, number = counted + samples, number + 1
+                del batch, output  # their memory is the next ones', while it is still in the processor's cache
         sent = Part(
             sums.keys,
             sums.take(sums.keys).tolist() if sums.keys else [],
@@ -118,7 +119,9 @@ def _of_shares(
     trainer: DDPTrainer, dataset: Dataset[Any], options: Mapping[str, Any], shares: list[range]
 ) -> Iterator[tuple[int, Any]]:
     loader = Loader(dataset, {**options, "persistent_workers": False}, trainer.config.seed, EVAL_SAMPLE)
-    return zip(map(len, shares), loader.batches(requests(NO_EPOCH, iter(shares), sequence)), strict=True)
+    batches = loader.batches(requests(NO_EPOCH, iter(shares), sequence))
+    for share in shares:
+        yield len(share), next(batches)  # a zip would hold on to the batch
 
 
 def _of_stream(

@@ -18,6 +18,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 # random.seed of a number, without its looking for other kinds of seeds: two thirds of the time.
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _python).seed
+_seed_numpy = np.random.rand.__self__.seed  # type: ignore[attr-defined]  # what np.random.seed calls: half of the time
 
 # What a seed is for: mixed in first, so that no two uses ever share their numbers.
 ORDER, SAMPLE, STEP, EVAL_SAMPLE, EVAL_STEP = range(1, 6)
@@ -44,7 +45,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(word)
     _seed_python(word)
     _python.gauss_next = None
-    np.random.seed(word)
+    _seed_numpy(word)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed >> 1)
 

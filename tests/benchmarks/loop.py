@@ -127,10 +127,10 @@ def parse() -> argparse.Namespace:
 def prepared(batches: int) -> tuple[World, TensorDataset]:
     """The world, pinned if PIN is set, and data for so many micro-batches on each rank."""
     torch.set_num_threads(1)
-    world = World.from_env("cpu")
-    if os.environ.get("PIN"):
-        os.sched_setaffinity(0, {world.local_rank % (os.cpu_count() or 1)})
+    if os.environ.get("PIN"):  # before the group is opened, whose threads inherit it
+        os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    world = World.from_env("cpu")
     samples = batches * 32 * world.size
     generator = torch.Generator().manual_seed(1)
     images: Tensor = torch.randn(samples, 1, 28, 28, generator=generator)
