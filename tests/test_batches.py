@@ -21,6 +21,7 @@ from tests.helpers import Numbers, Ranks, Recorder, Toy, ValueToy, mean_of_outpu
 from trainer import DDPTrainer, TrainerConfig, World
 from trainer.data import to_device
 from trainer.order import Permutation
+from trainer.randomness import seed_generators
 
 META = torch.device("meta")
 
@@ -313,6 +314,20 @@ def test_the_draws_follow_the_seed(ranks: Ranks) -> None:
         for ours, theirs in zip(first, other, strict=True):
             assert ours.keys() == theirs.keys()
             assert not set(ours.values()) & set(theirs.values())
+
+
+def test_another_bit_generator_of_numpys_is_seeded_too() -> None:
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        seed_generators(5)
+        first = np.random.rand(3).tolist()
+        assert np.random.rand(3).tolist() != first
+        seed_generators(5)
+        assert np.random.rand(3).tolist() == first
+        assert isinstance(np.random.get_bit_generator(), np.random.PCG64)
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def test_the_draw_belongs_to_the_position_in_the_order(ranks: Ranks) -> None:

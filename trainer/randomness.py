@@ -45,7 +45,10 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
     torch.default_generator.manual_seed(word)
     _seed_python(word)
     _python.gauss_next = None
-    _seed_numpy(word)
+    try:
+        _seed_numpy(word)
+    except TypeError:  # the user has set another bit generator
+        np.random.seed(word)
     if device is not None and device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed >> 1)
 
