@@ -14,7 +14,7 @@ from .world import World
 
 _PERIOD = 2.0  # seconds within which a wish is heard, where reports are further apart
 _SLACK, _LATEST = 5.0, 25.0  # seconds; torchrun kills what has not left 30 s after its signal
-_AT_ONCE = 0.5
+_AT_ONCE = 0.2
 
 
 class StopAgreement:

@@ -249,8 +249,10 @@ class World:
         World._open = None
         for wrapped in list(self._wrappers):
             wrapper.let_go(wrapped)
+        if self.failed:
+            return
         gc.collect()
-        if self._owns_group and not self.failed and dist.is_initialized():
+        if self._owns_group and dist.is_initialized():
             if self.roll_call is not None:
                 self.roll_call.say(LEFT)
             dist.destroy_process_group()
