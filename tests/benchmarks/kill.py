@@ -248,7 +248,8 @@ def restarts(folder: Path, kills: list[Kill]) -> list[Restart]:
     found = []
     ends = [kill.time for kill in kills[1:]] + [float("inf")]
     for kill, end in zip(kills, ends, strict=True):
-        later = [event for event in since(folder, kill.time) if event.kind == "finished" and event.time < end]
+        after = [event for event in since(folder, kill.time) if event.kind == "finished" and event.time < end]
+        later = [event for event in after if event.attempt != kill.attempt]  # a survivor may just have finished its step
         (job, restart), seconds = kill.attempt, later[0].time - kill.time if later else None
         failed = later[0].attempt != (job, restart + 1) if later else end == float("inf")
         found.append(Restart(failed, seconds))
