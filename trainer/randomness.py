@@ -18,7 +18,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 # random.seed of a number, without its looking for other kinds of seeds: two thirds of the time.
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _python).seed
-_seed_numpy = np.random.rand.__self__.seed  # type: ignore[attr-defined]  # what np.random.seed calls: half of the time
+_seed_numpy = np.random.rand.__self__.seed  # type: ignore[attr-defined]  # what np.random.seed calls, in less time
 
 # What a seed is for: mixed in first, so that no two uses ever share their numbers.
 ORDER, SAMPLE, STEP, EVAL_SAMPLE, EVAL_STEP = range(1, 6)

@@ -10,7 +10,6 @@ the rounds) and the ratio to the loop by hand; "by hand again" is the same once 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -26,7 +25,7 @@ from torch.utils.data import TensorDataset
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.benchmarks.loop import network  # noqa: E402
+from tests.benchmarks.loop import network, prepared  # noqa: E402
 from trainer import DDPTrainer, TrainerConfig, World  # noqa: E402
 
 
@@ -59,14 +58,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100, help="of 32 samples, per rank")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    world = World.from_env("cpu")
-    if os.environ.get("PIN"):
-        os.sched_setaffinity(0, {world.local_rank % (os.cpu_count() or 1)})
-    generator = torch.Generator().manual_seed(1)
-    samples = options.batches * 32 * world.size
-    images = torch.randn(samples, 1, 28, 28, generator=generator)
-    data = TensorDataset(images, torch.randint(0, 10, (samples,), generator=generator))
+    world, data = prepared(options.batches)
     model = network(options.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     trainer = Classifier(model, optimizer, None, data, config=TrainerConfig(batch_size=32), world=world)

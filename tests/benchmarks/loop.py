@@ -128,7 +128,7 @@ def prepared(batches: int) -> tuple[World, TensorDataset]:
     """The world, pinned if PIN is set, and data for so many micro-batches on each rank."""
     torch.set_num_threads(1)
     if os.environ.get("PIN"):  # before the group is opened, whose threads inherit it
-        os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})
+        os.sched_setaffinity(0, {int(os.environ.get("LOCAL_RANK", 0)) % (os.cpu_count() or 1)})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     world = World.from_env("cpu")
     samples = batches * 32 * world.size
