@@ -230,11 +230,11 @@ def test_outside_the_main_thread_a_run_goes_without_signals(ranks: Ranks) -> Non
 class Hanging(DDPTrainer):
     """Waits for ever in step 3, in one call into C, where no Python handler runs."""
 
-    signals = 1
+    signals, delay = 1, 0.0
 
     def training_step(self, model: nn.Module, batch: Any) -> Tensor:
         if self.state.step == 2:
-            script = f"import os, time\nfor _ in range({self.signals}): os.kill({os.getpid()}, 15); time.sleep(1.5)"
+            script = f"import os, time; time.sleep({self.delay})\nfor _ in range({self.signals}): os.kill({os.getpid()}, 15); time.sleep(1.5)"
             subprocess.Popen([sys.executable, "-c", script])
             lock = threading.Lock()
             lock.acquire()
@@ -244,13 +244,13 @@ class Hanging(DDPTrainer):
         return loss
 
 
-def hang(folder: Path, signals: int, slack: float) -> None:
+def hang(folder: Path, signals: int, slack: float, delay: float = 0.0) -> None:
     from trainer import agreement
 
     agreement._SLACK = slack
     trainer = toy_trainer(9, kind=Hanging, batch_size=1, callbacks=[Checkpoint(folder, every_steps=1)])
     assert isinstance(trainer, Hanging)
-    trainer.signals = signals
+    trainer.signals, trainer.delay = signals, delay
     trainer.fit()
 
 
@@ -265,6 +265,11 @@ def test_a_step_that_never_ends_is_left_hard_at_the_deadline(ranks: Ranks, tmp_p
     assert outcome.seconds < 15
     assert list(CheckpointFolder(tmp_path).steps()) == [1, 2]
     assert CheckpointFolder(tmp_path).newest() is not None
+
+
+def test_a_step_that_has_taken_too_long_already_is_left_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    (outcome,) = ranks.outcomes(1, hang, tmp_path, 1, 0.0, 2.0, timeout=30)
+    assert left_hard(outcome, "leaves after a signal to stop: its steps did not end within 0.2 s")
 
 
 def test_a_second_signal_acts_at_once(ranks: Ranks, tmp_path: Path) -> None:
