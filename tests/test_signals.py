@@ -234,7 +234,8 @@ class Hanging(DDPTrainer):
 
     def training_step(self, model: nn.Module, batch: Any) -> Tensor:
         if self.state.step == 2:
-            script = f"import os, time; time.sleep({self.delay})\nfor _ in range({self.signals}): os.kill({os.getpid()}, 15); time.sleep(1.5)"
+            script = f"import os, time; time.sleep({self.delay})\n"
+            script += f"for _ in range({self.signals}): os.kill({os.getpid()}, 15); time.sleep(1.5)"
             subprocess.Popen([sys.executable, "-c", script])
             lock = threading.Lock()
             lock.acquire()
