@@ -10,6 +10,8 @@ evaluation, and (rank 0) a write; torchrun restarts the job (--max-restarts) unt
 
 - next step: restarts that took a step beyond where they were restored, unless they were killed before they could; and the
   seconds from a kill to the next finished step, where no other kill came between (in set-up one does);
+- importing: seconds of these until rank 0's new process has imported torch, the trainer, and what the construction of any of
+  torch's optimizers imports (torch._dynamo);
 - equal: final weights and optimizer state, bit for bit; every line of the log whose interval starts at or after the step that
   its writer was restored at (those of speed apart); and the lines there are at all;
 - lost: steps trained again beyond what the last checkpoint explains: those from it to the kill, and no more than 3 + 3 (one file
@@ -70,6 +72,7 @@ def train(folder: Path, epochs: int, job: int) -> None:
         return os.open(folder / name, os.O_WRONLY | os.O_CREAT | how)
 
     trained, steps, now = opened(f"trained-{rank}.log"), opened("steps.log"), opened(f"now-{rank}", 0)
+    imports = opened(f"imports-{rank}.log")
 
     def say(file: int, *words: object) -> None:
         os.write(file, (" ".join(map(str, (*attempt, *words))) + "\n").encode())
@@ -120,9 +123,11 @@ def train(folder: Path, epochs: int, job: int) -> None:
     torch.manual_seed(len(CheckpointFolder(folder).steps()))  # other weights where they are to come from a file
     hidden = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2))
     model = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Dropout(0.3), *hidden, nn.Linear(WIDTH, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9)
+    say(imports, time.monotonic() - started())
     with Marked(
         model,
-        torch.optim.SGD(model.parameters(), lr=0.002, momentum=0.9),
+        optimizer,
         Noisy(SAMPLES),
         Noisy(23),
         config=TrainerConfig(
@@ -131,6 +136,12 @@ def train(folder: Path, epochs: int, job: int) -> None:
         callbacks=[Told(), JSONLines(folder / "log.jsonl"), Checkpoint(folder, every_steps=EVERY, every_epochs=None)],
     ) as trainer:
         trainer.fit(resume_from=folder)
+
+
+def started() -> float:
+    """When this process was, by the monotonic clock of Linux."""
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 # In the killer.
@@ -334,14 +345,17 @@ def finish(job: Job) -> None:
         raise RuntimeError(f"the job failed with {code}:\n{job.output}")
 
 
-def count(kills: list[Kill], outcomes: list[Restart]) -> str:
+def count(folder: Path, kills: list[Kill]) -> str:
     """Cells of the table."""
+    outcomes = restarts(folder, kills)
     phases = ", ".join(f"{sum(kill.phase == phase for kill in kills)} {phase}" for phase in PHASES)
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
     good = sum(not outcome.failed for outcome in outcomes if outcome.seconds is not None)
     times = f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "-"
     unfinished = sum(kill.unfinished for kill in kills)
-    return f"{len(kills)} ({phases}) | {unfinished} | {good} of {len(seconds)} | {times}"
+    imports = [line.split() for line in (folder / "imports-0.log").read_text().splitlines()]
+    importing = statistics.median(float(words[2]) for words in imports if words[0] == str(kills[0].attempt[0]))
+    return f"{len(kills)} ({phases}) | {unfinished} | {good} of {len(seconds)} | {times} | {importing:.1f}"
 
 
 def kill_and_compare(parent: Path, kills: int, processes: int, chance: random.Random) -> None:
@@ -352,13 +366,12 @@ def kill_and_compare(parent: Path, kills: int, processes: int, chance: random.Ra
     with launch(killed, processes, epochs, 0, kills + 5) as job:
         done = kill_often(job, 0, killed, processes, kills, chance)
         finish(job)
-    outcomes = restarts(killed, done)
     equal, different, left_out = compare_logs(killed, alone)
     stale = len(list(killed.glob("*.tmp")))
-    print("| processes | kills | unfinished | next step reached | seconds to it: median (max) |", end="")
+    print("| processes | kills | unfinished | next step reached | seconds to it: median (max) | importing |", end="")
     print(" steps taken again, at most | weights and optimizer equal | lines equal / different / left out | stale |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    print(f"| {processes} | {count(done, outcomes)} | {steps_lost(killed)} | ", end="")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"| {processes} | {count(killed, done)} | {steps_lost(killed)} | ", end="")
     print(f"{'yes' if same_end(killed, alone) else 'NO'} | {equal} / {different} / {left_out} | {stale} |")
     right, wrong = once_each(killed, epochs)
     print(f"\n{right:,} samples trained on exactly once in {epochs} epochs, {wrong} not")
@@ -366,8 +379,9 @@ def kill_and_compare(parent: Path, kills: int, processes: int, chance: random.Ra
 
 def change_worlds(parent: Path, kills: int, chance: random.Random) -> None:
     epochs, each, folder = -(-(kills + 3) * PER_KILL // STEPS), max(1, kills // 3), parent / "changed"
-    print("| processes | kills | unfinished | next step reached | seconds to it: median (max) | steps finished by then |")
-    print("|---|---|---|---|---|---|")
+    print("| processes | kills | unfinished | next step reached | seconds to it: median (max) |", end="")
+    print(" importing | steps finished by then |")
+    print("|---|---|---|---|---|---|---|")
     for number, processes in enumerate((2, 3, 1)):
         with launch(folder, processes, epochs, number, each + 5) as job:
             done = kill_often(job, number, folder, processes, each, chance)
@@ -380,7 +394,7 @@ def change_worlds(parent: Path, kills: int, chance: random.Random) -> None:
                 job.processes()
                 job.agent.kill()
                 job.until_gone(20)
-        print(f"| {processes} | {count(done, restarts(folder, done))} | {events(folder)[-1].step} |", flush=True)
+        print(f"| {processes} | {count(folder, done)} | {events(folder)[-1].step} |", flush=True)
     right, wrong = once_each(folder, epochs)
     print(f"\n{right:,} samples trained on exactly once in {epochs} epochs, {wrong} not; ", end="")
     print(f"{len(list(folder.glob('*.tmp')))} stale files")
