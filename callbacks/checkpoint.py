@@ -167,7 +167,7 @@ class Checkpoint(Callback):
         found, step = self._files.steps(), trainer.state.step
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"Checkpoint: {self.folder} is a file; give it a folder, to be made if need be")
-        if not found or self._has_written or (step and self._files.holds(step, dict(trainer.model.named_parameters()))):
+        if not found or self._has_written or (step and self._files.holds(step, trainer.model)):
             return
         words = "a new run" if step == 0 else f"a run that goes on from step {step} of another folder"
         raise FileExistsError(
@@ -185,7 +185,7 @@ class Checkpoint(Callback):
 
     def _save(self, names: list[str], trainer: DDPTrainer) -> None:
         step, best = trainer.state.step, self._best
-        parameters = [name for name, _ in trainer.model.named_parameters()]
+        parameters = list(self._files.parameters(trainer.model))
 
         def write(content: Mapping[str, Any]) -> None:
             if not _all_finite([content["model"][name] for name in parameters if name in content["model"]]):

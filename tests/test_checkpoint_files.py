@@ -665,3 +665,92 @@ def test_what_was_read_outlives_its_file_and_does_not_change_it(tmp_path: Path) 
     checkpoint.write(path, {**content(1), "model": {"w": torch.zeros(1000)}})
     path.unlink()
     assert torch.equal(read["model"]["w"], torch.full((1000,), 2.0))
+
+
+class Outer(nn.Module):
+    """A module of which a part was compiled by hand."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, dtype=torch.float64)
+        part = nn.Linear(1, 1, dtype=torch.float64)
+        self.part = torch.compile(part, backend="eager") if compiled else part
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.part(self.norm(x.unsqueeze(1)))
+        return outputs
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: Outer(False),
+    "a part compiled": lambda: Outer(True),
+    "compiled": lambda: torch.compile(Outer(False), backend="eager"),
+    "both": lambda: torch.compile(Outer(True), backend="eager"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch's compiler looks at
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_the_user_has_compiled_is_saved_and_resumed_as_the_plain_one(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    """F-07: each way round; and parameters that are not finite are found under their plain names."""
+
+    def run() -> list[str]:
+        files, values = {}, {}
+        for kind, make in MAKERS.items():
+            torch.manual_seed(0)
+            trainer = toy_trainer(8, make(), batch_size=2, lr=0.1, callbacks=[Checkpoint(tmp_path / kind)])
+            trainer.fit()
+            trainer.world.barrier()
+            (files[kind],) = (tmp_path / kind).glob("*.pt")
+            values[kind] = [value.clone() for value in trainer.model.state_dict().values()]
+        wanted = Outer(False)
+        for kind, file in files.items():
+            saved = checkpoint.read(file)["model"]
+            assert list(saved) == list(wanted.state_dict())
+            assert saved._metadata.keys() == wanted.state_dict()._metadata.keys()  # type: ignore[attr-defined]
+            wanted.load_state_dict(saved, strict=True)
+            for other, make in MAKERS.items():
+                trainer = toy_trainer(8, make(), batch_size=2, lr=0.1, callbacks=[Checkpoint(tmp_path / kind)])
+                trainer.fit(resume_from=tmp_path / kind)
+                found = list(trainer.model.state_dict().values())
+                assert not trainer.world.is_main or all(map(torch.equal, found, values[kind])), (kind, other)
+                trainer.world.barrier()
+        return list(files)
+
+    assert ranks(world_size, run, timeout=100) == [list(MAKERS)] * world_size
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:the loss was not finite")
+def test_numbers_that_are_not_finite_are_never_saved_of_a_compiled_model_either(ranks: Ranks, tmp_path: Path) -> None:
+    def run() -> None:
+        model: Any = torch.compile(Toy(), backend="eager")
+        files = Checkpoint(tmp_path, every_steps=1)
+        trainer = toy_trainer([float("inf")] * 4, model, batch_size=2, callbacks=[files], on_nonfinite="warn")
+        with pytest.warns(RuntimeWarning, match="parameters are not finite"):
+            trainer.fit()
+
+    ranks(1, run)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", [np.float64, np.float32, float])
+def test_a_schedule_computed_with_numpy_can_be_saved(tmp_path: Path, kind: Any) -> None:
+    """Its rates are numpy's numbers, which a file could not hold; what is loaded has the same value."""
+
+    def make() -> DDPTrainer:
+        model = Toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=kind(1.0))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: kind(0.5 * (1 + np.cos(step / 5))))
+        config = TrainerConfig(batch_size=2, shuffle=False, log_every=1)
+        callbacks = [Checkpoint(tmp_path, every_steps=1, keep_last=9)]
+        options = {"loss_fn": mean_of_outputs, "scheduler": scheduler, "config": config, "callbacks": callbacks}
+        return DDPTrainer(model, optimizer, Numbers(8), **options)  # type: ignore[arg-type]
+
+    whole, part = make(), make()
+    whole.fit()
+    for step in (4, 3):
+        (tmp_path / name(step)).unlink()
+    part.fit(resume_from=tmp_path)
+    assert torch.equal(whole.model.w.detach(), part.model.w.detach())  # type: ignore[operator]

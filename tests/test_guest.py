@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
@@ -88,6 +89,26 @@ def test_every_sub_module_keeps_its_mode(ranks: Ranks, world_size: int) -> None:
         return [evaluated == {nothing_on}, fitted == {before, nothing_on}, {after_evaluate, after_fit, model.modes()} == {before}]
 
     assert ranks(world_size, run) == [[True, True, True]] * world_size
+
+
+def test_what_a_module_does_in_evaluation_mode_is_undone_by_its_own_train(ranks: Ranks) -> None:
+    """As layers do that merge an adapter into their weight, which would no longer learn."""
+
+    class Merging(nn.Linear):
+        merged = False
+
+        def train(self, mode: bool = True) -> Merging:
+            self.merged = not mode
+            return super().train(mode)
+
+    def run() -> tuple[bool, bool]:
+        model = nn.Sequential(Merging(1, 1), nn.Dropout(0.5).eval(), nn.Sequential(Merging(1, 1)).eval())
+        trainer = trainer_of(model)
+        trainer.evaluate(TensorDataset(torch.ones(4, 1), torch.ones(4)))
+        merged = [model[0].merged, model[2][0].merged]
+        return merged == [False, True], [module.training for module in model.modules()] == [True, True, False, False, False]
+
+    assert ranks(2, run) == [(True, True)] * 2
 
 
 def test_a_mode_that_changes_during_the_run_stays_changed(ranks: Ranks) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
+from callbacks import Checkpoint
 from tests.helpers import Recorder, Toy, mean_of_outputs
 from tests.ranks import Ranks
-from trainer import DDPTrainer, Mean, TrainerConfig
+from trainer import DDPTrainer, Mean, TrainerConfig, World
 
 
 class Documents(Dataset[Tensor]):
@@ -67,11 +70,11 @@ def documents(samples: int, seed: int) -> list[list[float]]:
 
 
 def token_trainer(model: nn.Module, rows: list[list[float]], **settings: Any) -> TokenTrainer:
-    recorder = settings.pop("recorder", Recorder())
+    recorder, data = settings.pop("recorder", Recorder()), settings.pop("data", Documents(rows))
     config = TrainerConfig(**{"log_every": 1, "shuffle": False} | settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {"collate_fn": list}
-    return TokenTrainer(model, optimizer, Documents(rows), loader_options=options, config=config, callbacks=[recorder])
+    return TokenTrainer(model, optimizer, data, loader_options=options, config=config, callbacks=[recorder])
 
 
 def test_toy_of_a_06_gives_seven_sixths_exactly(ranks: Ranks) -> None:
@@ -182,6 +185,30 @@ def test_a_rank_without_samples_joins_an_item_weighted_run(ranks: Ranks) -> None
         return float(trainer.gradients[0][0])
 
     assert ranks(4, run, timeout=30) == [3.0] * 4
+
+
+@pytest.mark.parametrize("lengths", [(4, 0), (0, 3), (20, 5)])
+def test_a_rank_whose_shard_is_empty_joins_an_item_weighted_run(ranks: Ranks, tmp_path: Path, lengths: tuple[int, int]) -> None:
+    """A stream that shards itself may leave a rank without a share of a window of any size: at first, or after a resume."""
+
+    class Shard(IterableDataset[Tensor]):
+        sharded = True
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter([torch.ones(2, dtype=torch.float64)] * lengths[World.from_env().rank])
+
+    def run() -> list[int]:
+        steps = []
+        for resume_from in (None, tmp_path / "step-00000003.pt"):
+            if resume_from is None or resume_from.exists():
+                files = Checkpoint(tmp_path, every_steps=1, keep_last=99)
+                trainer = token_trainer(Toy(), [], data=Shard(), batch_size=2, recorder=files)
+                steps.append(trainer.fit(resume_from).step)
+                trainer.world.barrier()
+        return steps
+
+    right = -(-max(lengths) // 2)
+    assert ranks(2, run, timeout=30) == [[right] * (1 + (right >= 3))] * 2
 
 
 def test_a_window_without_items_takes_a_step_with_zero_gradients_and_warns(ranks: Ranks) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
-from callbacks import JSONLines
+from callbacks import Checkpoint, EarlyStopping, JSONLines
 from tests.helpers import Ranks, ValueToy, toy_trainer
 from trainer import Callback, DDPTrainer
 
@@ -162,3 +164,22 @@ def test_the_file_is_closed_after_an_error(ranks: Ranks, tmp_path: Path) -> None
 
     assert ranks(1, fit) == [True]
     assert [line["step"] for line in read(callback.path)] == [1, 2]
+
+
+def test_a_summary_computed_with_numpy_is_logged_monitored_and_saved(tmp_path: Path) -> None:
+    class Perplexity(DDPTrainer):
+        def summarize(self, means: dict[str, float]) -> dict[str, float]:
+            return {**means, "perplexity": np.exp(means["loss"]), "half": np.float32(0.5), "count": np.int64(3)}
+
+    callbacks = [
+        JSONLines(tmp_path / "log.jsonl"),
+        EarlyStopping("perplexity", patience=9),
+        Checkpoint(tmp_path / "files", monitor="perplexity"),
+    ]
+    trainer = toy_trainer(8, kind=Perplexity, eval_numbers=[1.0], batch_size=2, lr=0.01, callbacks=callbacks)
+    assert trainer.fit().step == 4
+    assert {type(value) for value in trainer.evaluate().values()} == {float}
+    best = torch.load(tmp_path / "files" / "best.pt", weights_only=True)
+    assert best["callbacks"]["Checkpoint"]["best"] == trainer.evaluate()["perplexity"]
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {line["count"] for line in lines} == {3.0}

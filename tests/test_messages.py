@@ -604,3 +604,42 @@ def test_a_run_whose_model_holds_new_types_is_resumed(tmp_path: Path) -> None:
         return model.a.float().tolist()
 
     assert train(False) == train(True) == [0.5, 2.0]
+
+
+def test_an_error_of_the_user_s_is_no_failed_collective_whatever_its_text_holds(ranks: Ranks) -> None:
+    """G-05: "gloo" in a file's name, in an error of a class that wants more than a text."""
+
+    class Unreadable(RuntimeError):
+        def __init__(self, path: str, place: int) -> None:
+            super().__init__(f"cannot read {path} at {place}")
+
+    class Images(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 5:
+                raise Unreadable("igloo/0007.jpg", 3)
+            return super().__getitem__(index)
+
+    def run() -> None:
+        model = Toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        DDPTrainer(model, optimizer, Images(8), loss_fn=mean_of_outputs, config=TrainerConfig(batch_size=2)).fit()
+
+    outcomes = ranks.outcomes(2, run)
+    messages = {str(outcome.error).rpartition(".")[2]: outcome.message for outcome in outcomes}
+    assert messages["Unreadable"].startswith("cannot read igloo/0007.jpg at 3")
+    assert "was waiting" not in messages["Unreadable"]
+    assert any("failed with an error of its own" in message for message in messages.values())
+
+
+def test_an_error_that_is_told_more_keeps_what_it_can_of_its_type() -> None:
+    class Allocation(RuntimeError):
+        def __init__(self, size: int, device: str) -> None:
+            super().__init__(f"can't allocate memory: {size} on {device}")
+
+    class Hungry(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            raise Allocation(7, "cpu")
+
+    with pytest.raises(RuntimeError, match="allocate memory: 7 on cpu\nout of memory with batch_size=2") as error:
+        toy_trainer(8, kind=Hungry, batch_size=2).fit()
+    assert isinstance(error.value.__cause__, Allocation)

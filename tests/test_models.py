@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import Checkpoint
-from tests.helpers import Numbers, Recorder, Toy, mean_of_outputs
+from tests.helpers import Numbers, Recorder, Toy, ValueToy, mean_of_outputs
 from tests.ranks import Ranks
 from trainer import DDPTrainer, TrainerConfig
 
@@ -51,6 +51,35 @@ def test_unused_parameters_are_named_before_the_optimizer_moves(ranks: Ranks, wo
     for message in ranks(world_size, run):
         assert "spare.weight, spare.bias" in message
         assert "find_unused_parameters" in message
+
+
+@pytest.mark.parametrize("skipping", [(0, 1), (1,)], ids=["all", "one"])
+def test_a_parameter_that_is_unused_later_on_is_named_before_the_optimizer_moves(ranks: Ranks, skipping: tuple[int, ...]) -> None:
+    """I-05: DDP itself would say so a step later, of gradients that differ between the ranks."""
+
+    class Later(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            model.module.uses = self.state.step < 2 or self.world.rank not in skipping  # type: ignore[union-attr]
+            return mean_of_outputs(model(batch[0]), batch[1])
+
+    class Sometimes(Toy):
+        uses = True
+
+        def __init__(self) -> None:
+            super().__init__(torch.float32)
+            self.head = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.head * x if self.uses else super().forward(x)
+
+    def run() -> None:
+        train(Sometimes(), 10, kind=Later, log_every=10)
+
+    outcomes = ranks.outcomes(2, run, timeout=30)
+    for rank in skipping:
+        assert "does not depend on head, so" in outcomes[rank].message
+        assert "find_unused_parameters" in outcomes[rank].message
+    assert not any(outcome.ok for outcome in outcomes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -152,6 +181,20 @@ def test_a_run_ends_on_all_ranks_once_its_parameters_are_not_finite(ranks: Ranks
         assert torch.load(file, map_location="cpu", weights_only=True)["model"]["w"].isfinite()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_the_report_of_the_step_that_broke_the_parameters_is_given_first(ranks: Ranks, world_size: int) -> None:
+    """J-05: a curve that ends on good numbers would hide why the run did."""
+
+    def run() -> list[tuple[int, str]]:
+        recorder = Recorder()
+        with pytest.raises(FloatingPointError):
+            train(Toy(torch.float32), [1.0, 1.0, NAN, 1.0, 1.0], callbacks=[recorder], global_batch_size=1, log_every=1)
+        return [(call.step, str(call.metrics["loss"])) for call in recorder.reports]
+
+    assert ranks(world_size, run)[0] == [(1, "0.0"), (2, "-1.0"), (3, "nan")]
+
+
 def test_a_run_told_to_warn_goes_on_with_parameters_that_are_not_finite() -> None:
     recorder = Recorder()
     with (
@@ -178,7 +221,7 @@ def test_a_model_without_anything_to_train_still_evaluates(ranks: Ranks, world_s
     """I-06."""
 
     def run() -> tuple[dict[str, float], str]:
-        model = Toy(torch.float32).requires_grad_(False)
+        model = ValueToy(torch.float32).requires_grad_(False)
         optimizer = torch.optim.SGD([model.w], lr=1.0)
         data = Numbers([1.0, 0.0, 1.0], torch.float32)
         trainer = DDPTrainer(model, optimizer, data, data, loss_fn=mean_of_outputs)
@@ -187,7 +230,16 @@ def test_a_model_without_anything_to_train_still_evaluates(ranks: Ranks, world_s
             trainer.fit()
         return metrics, str(error.value)
 
-    assert [metrics for metrics, _ in ranks(world_size, run)] == [{"loss": 0.0}] * world_size
+    assert [metrics for metrics, _ in ranks(world_size, run)] == [{"loss": pytest.approx(2 / 3)}] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_without_any_parameter_still_evaluates(ranks: Ranks, world_size: int) -> None:
+    def run() -> dict[str, float]:
+        optimizer = torch.optim.SGD([{"params": []}], lr=1.0)
+        return DDPTrainer(nn.Identity(), optimizer, loss_fn=mean_of_outputs).evaluate(Numbers([1.0, 0.0, 1.0]))
+
+    assert ranks(world_size, run) == [{"loss": pytest.approx(2 / 3)}] * world_size
 
 
 def test_shared_parameters_train_alike_at_one_process_and_two(ranks: Ranks) -> None:

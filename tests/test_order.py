@@ -337,6 +337,22 @@ def test_without_a_seed_a_sampler_is_drawn_on_rank_0(ranks: Ranks) -> None:
         assert sorted(order) == [0, 2, 4, 6, 7]
 
 
+def test_a_sampler_that_no_seed_reaches_is_one_order_on_all_ranks_too(ranks: Ranks) -> None:
+    """Indices of another shuffle on each rank, and a generator of numpy's own."""
+
+    class Own(Rotated):
+        def __iter__(self) -> Iterator[int]:
+            return iter(np.random.default_rng(World.from_env().rank).permutation(8).tolist())
+
+    def run(own: bool) -> Any:
+        generator = torch.Generator().manual_seed(World.from_env().rank)
+        return seen(8, Own(8) if own else SubsetRandomSampler(torch.randperm(8, generator=generator).tolist()), batch_size=1)
+
+    for own in (False, True):
+        for order in joined(ranks(2, run, own)):
+            assert sorted(order) == list(range(8))
+
+
 class Short(Rotated):
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.length - 1))

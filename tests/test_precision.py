@@ -89,6 +89,64 @@ def test_gradients_are_unscaled_before_they_are_clipped(ranks: Ranks, world_size
     assert found[0][1] == [0.5]
 
 
+@pytest.mark.filterwarnings("ignore:other require gradients")
+def test_gradients_that_the_optimizer_does_not_have_are_unscaled_too() -> None:
+    """As in fp32: a norm of sqrt(0.5), under the limit."""
+
+    class Two(Toy):
+        def __init__(self) -> None:
+            super().__init__(torch.float32)
+            self.other = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w + self.other) * x
+
+    recorder, model = Recorder(), Two()
+    DDPTrainer(
+        model,
+        torch.optim.SGD([model.w], lr=1.0),
+        Numbers([0.5], torch.float32),
+        loss_fn=mean_of_outputs,
+        config=TrainerConfig(precision="fp16", scaler_options={"init_scale": 2.0**14}, max_grad_norm=1.0, log_every=1),
+        callbacks=[recorder],
+    ).fit()
+    assert model.w.item() == -0.5
+    assert recorder.reports[0].metrics["grad_norm"] == pytest.approx(0.5**0.5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_without_a_share_of_the_first_window_has_a_scaler_too(ranks: Ranks, world_size: int) -> None:
+    assert ranks(world_size, lambda: weight(toy_fitted([1.0], precision="fp16"))) == [-1.0] * world_size
+
+
+def toy_fitted(numbers: list[float], **settings: Any) -> DDPTrainer:
+    trainer = toy(numbers, **settings)
+    trainer.fit()
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_a_run_that_is_stopped_at_a_skipped_update_has_a_checkpoint_of_it(tmp_path: Path) -> None:
+    class Stops(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            if batch[0].isinf().any():
+                self.stop("now")
+            return mean_of_outputs(model(batch[0]), batch[1])
+
+    model = Toy(torch.float32)
+    trainer = Stops(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        Numbers([1.0, INF, 1.0, 1.0], torch.float32),
+        config=TrainerConfig(precision="fp16", batch_size=1, shuffle=False, log_every=1),
+        callbacks=[Checkpoint(tmp_path)],
+    )
+    state = trainer.fit()
+    assert state.stop_reason == "now"
+    saved = torch.load(max(tmp_path.glob("*.pt")), weights_only=True)["state"]
+    assert (saved["step"], saved["skipped_steps"], saved["epoch_samples"]) == (1, 1, 2)
+
+
 def test_accumulation_with_a_scaler_equals_the_run_without_one() -> None:
     """A-09: windows of three micro-batches and a tail of one."""
 

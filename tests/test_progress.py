@@ -91,7 +91,7 @@ def test_a_resumed_run_starts_where_the_epoch_was_left(ranks: Ranks) -> None:
                 trainer.stop("two are enough")
 
     def fit(*callbacks: Callback) -> DDPTrainer:
-        return toy_trainer(10, callbacks=[ProgressBar(), *callbacks], batch_size=4, epochs=2)
+        return toy_trainer(10, callbacks=[ProgressBar(), *callbacks], batch_size=2, accumulation_steps=2, epochs=2)
 
     def run() -> tuple[str, list[tuple[int, float | None, float]]]:
         first, second = fit(StopAfterTwo()), fit()

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, get_worker_info
 
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Recorder, Toy, mean_of_outputs
@@ -248,7 +249,8 @@ def test_a_dataset_with_set_epoch_is_told_the_epoch_in_living_workers_too(ranks:
 
     def run() -> list[list[float]]:
         found = []
-        for data in (Epochs(), Map(4)):
+        halves = ConcatDataset([Subset(Map(4), [0, 1]), Subset(Map(4), [2, 3])])
+        for data in (Epochs(), Map(4), Subset(Map(8), range(4)), halves):
             for workers, persistent in ((0, False), (1, False), (1, True)):
                 trainer = keeper(data, workers, [Recorder()], eval_data=data, batch_size=4, epochs=3, persistent=persistent)
                 trainer.fit()
@@ -307,3 +309,66 @@ def test_a_stream_that_shards_itself_is_resumed_after_short_windows(
         for rank, (seen, *others) in enumerate(resumed):
             assert others == list(whole[rank][1:])
             assert seen == whole[rank][0][len(whole[rank][0]) - len(seen) :]
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 2)])
+def test_a_stream_that_shards_itself_goes_on_in_the_shards_it_was_begun_in(
+    ranks: Ranks, tmp_path: Path, world_size: int, workers: int
+) -> None:
+    """Others would repeat some of its items and leave out others; between two epochs any will do."""
+
+    def train(workers: int, after: int | None) -> tuple[str, int]:
+        options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        model, files = Toy(), Checkpoint(tmp_path, every_steps=1, keep_last=99)
+        trainer = Keeper(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            Sharded([8] * 2, World.from_env().rank),
+            loader_options=options,
+            config=TrainerConfig(epochs=2, global_batch_size=4, batch_size=2),
+            callbacks=[files] if after is None else [],
+        )
+        before = float(model.w.detach())
+        try:
+            trainer.fit(None if after is None else tmp_path / f"step-{after:08d}.pt")
+        except ValueError as error:
+            assert (float(model.w.detach()), trainer.state.step) == (before, 0)
+            return str(error), 0
+        return "", trainer.state.step
+
+    assert ranks(2, train, 0, None) == [("", 8)] * 2
+    told = "read by 2 ranks with 0 workers each, and is to be continued by "
+    for message, _ in ranks(world_size, train, workers, 2, timeout=60):
+        assert f"{told}{world_size} ranks with {workers} workers each" in message
+    assert all(message == "" for message, _ in ranks(world_size, train, workers, 4, timeout=60))
+
+
+def test_gradients_of_a_stream_travel_once_a_step(ranks: Ranks) -> None:
+    """C-05: seven items in windows of four, two micro-batches each on two ranks; and those that only one rank has."""
+
+    def run() -> tuple[int, int]:
+        reductions = []
+
+        class Counted(Keeper):
+            def fit(self, resume_from: Any = None) -> Any:
+                wrap = self.world.wrap
+
+                def counting(model: nn.Module, **options: Any) -> Any:
+                    wrapped: Any = wrap(model, **options)
+
+                    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+                        reductions.append(bucket.index())
+                        return allreduce_hook(state, bucket)
+
+                    wrapped.register_comm_hook(None, hook)
+                    return wrapped
+
+                self.world.wrap = counting  # type: ignore[method-assign]
+                return super().fit(resume_from)
+
+        model = Toy()
+        config = TrainerConfig(batch_size=1, accumulation_steps=2)
+        state = Counted(model, torch.optim.SGD(model.parameters(), lr=1.0), Stream(9), config=config).fit()
+        return state.step, len(reductions)
+
+    assert ranks(2, run) == [(3, 3)] * 2

@@ -22,6 +22,8 @@ FORMAT = 1
 UNFINISHED = ".tmp"
 """What the name of a file ends in until it is whole."""
 
+_COMPILED = "_orig_mod"  # what a compiled module calls the module inside
+
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)  # no bytes: b"" is not loaded
 
 
@@ -103,6 +105,21 @@ def peek(path: Path) -> dict[str, Any]:
     except Exception as error:
         raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
     return content if isinstance(content, dict) else {}
+
+
+def plain_key(key: str) -> str:
+    """The key of a model's parameter or buffer without what torch.compile puts into it."""
+    return ".".join(part for part in key.split(".") if part != _COMPILED)
+
+
+def plain_keys(state: dict[str, Any]) -> dict[str, Any]:
+    """A model's ``state_dict()`` under `plain_key`s."""
+    if not any(_COMPILED in key for key in state):
+        return state
+    renamed = OrderedDict((plain_key(key), value) for key, value in state.items())
+    versions = getattr(state, "_metadata", {})
+    vars(renamed)["_metadata"] = {plain_key(key): value for key, value in versions.items()}
+    return renamed
 
 
 def check_plain(content: Mapping[str, Any]) -> None:

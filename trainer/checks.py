@@ -264,7 +264,7 @@ def summarized(summarize: Callable[[dict[str, float]], Any], means: dict[str, fl
             raise TypeError(
                 f"summarize must return numbers by name; found {key!r}: {value!r} ({_kind(value)}); float(...) makes one"
             )
-    return metrics
+    return {key: value if type(value) in (int, float) else float(value) for key, value in metrics.items()}
 
 
 def check_trained(model: nn.Module, optimizer: Optimizer, is_main: bool) -> None:

@@ -29,7 +29,7 @@ def per_parameter(parameters: Sequence[Tensor]) -> Tensor:
         weights = _weights(bits.device)
         parts = [(block * weights[: len(block)]).sum() for block in blocks]
         sums.append(functools.reduce(lambda before, part: before * _FACTOR + part, parts))
-    return torch.stack(sums)
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
 
 def words(parameters: Sequence[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackDataset, Subset, TensorDataset, default_collate
 
 from .order import Order
 from .randomness import mix, seed_generators
@@ -95,8 +95,7 @@ class _Batches(Dataset[Any]):
         dataset: Any = self._dataset
         if epoch not in (self._epoch, NO_EPOCH):  # said here, where living workers hear it too
             self._epoch = epoch
-            if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-                set_epoch(epoch)
+            _tell(dataset, epoch)
         while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         if type(dataset) is TensorDataset and self._collate is default_collate:
@@ -123,6 +122,18 @@ class _Batches(Dataset[Any]):
     def _seed_for(self, epoch: int, position: int) -> None:
         if self._seed is not None:
             seed_generators(mix(self._purpose, self._seed, epoch, position))
+
+
+def _tell(dataset: Any, epoch: int) -> None:
+    """Datasets with a `set_epoch`, also those inside of torch's own combinations, which epoch it is."""
+    if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+        set_epoch(epoch)
+    elif isinstance(dataset, Subset):
+        _tell(dataset.dataset, epoch)
+    elif isinstance(dataset, (ConcatDataset, StackDataset)):
+        parts = dataset.datasets
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            _tell(part, epoch)
 
 
 def _named(epoch: int) -> str:

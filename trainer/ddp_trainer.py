@@ -227,10 +227,8 @@ class DDPTrainer(Steps):
         return snapshot.take(self, self._run_config(), self._precision, self._hooks) | self._train.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, the same on every rank.
-
-        Raises ValueError, with nothing changed, where it does not fit this trainer.
-        """
+        """Take over what `state_dict` gave, the same on every rank. ValueError, with nothing changed, where it does not fit."""
+        self._train.check(state)
         snapshot.restore(self, state, self._run_config(), self._precision, self._hooks)
         self._train.load_state_dict(state)
 
@@ -262,7 +260,7 @@ class DDPTrainer(Steps):
             self._reporter.add(output, len(share))
             del output  # a value that still has a graph would keep it alive through the next forward
         self._replica.end_window(window)
-        self._precision.unscale(self.optimizer)
+        self._precision.unscale(self.optimizer, self._replica.trainable)
         self._weighting.settle(self._replica.trainable, window)
         self._reporter.note_rates(self.optimizer)
         updated, self._reporter.grad_norm = self._capture.run_update(self._update, self.optimizer)
@@ -307,17 +305,19 @@ class DDPTrainer(Steps):
             evaluation_due = bool(self.eval_sets) and (window.last or finished)
         else:
             evaluation_due = bool(self.eval_sets) and updated and state.step % config.eval_every == 0
-        if report_due or window.last:
+        if reduce_due := report_due or window.last:
             self._reporter.reduce(state, self._weighting.take_empty_windows())
         if updated:
             self._hooks.on_step(self, self._report() if report_due else {})
+        if reduce_due:
+            self._reporter.check_parameters(state.step)
         if evaluation_due:
             self._hooks.on_eval(self, self._evaluate())
         if window.last:
             self._hooks.on_epoch_end(self, checks.summarized(self.summarize, self._reporter.take_epoch()))
         reason = self._agreement.settle(state.window, due=report_due or evaluation_due or window.last)
         state.stop_reason = None if finished else reason  # on a planned end nobody was stopped
-        if updated or window.last:
+        if updated or window.last or reason is not None:
             self._hooks.on_safe_point(self)
 
     # ------------------------------------------------------------------------------------------------------ its parts
@@ -332,7 +332,7 @@ class DDPTrainer(Steps):
         checks.warn_before_fit(self.model, self.state, self.finished, self.world.is_main)
         self.model.zero_grad()
         self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)
-        self._weighting = Weighting(self.world)
+        self._weighting = Weighting(self.world, uneven=self._train.shards_itself)
         self._reporter = Reporter(self.world, self._replica, self.config)
         self._agreement.open(self.state.step)
         self.world.run_on_main(lambda: self._hooks.on_fit_start(self))

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from .data import NO_EPOCH, Loader, requests, to_device
@@ -192,5 +192,8 @@ def _evaluating(trainer: DDPTrainer, parts: Parts) -> Iterator[None]:
         with torch.no_grad(), nullcontext() if trainer.config.seed is None else preserved(world.device):
             yield
     finally:
+        for module, training in modes:
+            if type(module).train is not nn.Module.train and module.training is not training:
+                module.train(training)  # it may have done more than to change its mode
         for module, training in modes:
             module.training = training

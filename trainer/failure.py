@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from .roll_call import CAUSE, LATE, LEFT
 
 if TYPE_CHECKING:
     from .agreement import StopAgreement
@@ -86,7 +88,17 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
         )
     elif isinstance(error, RuntimeError):
         text = _of_memory(error, trainer)
-    return error if text is None else type(error)(text)
+    return error if text is None else _saying(text, error)
+
+
+def _saying(text: str, error: BaseException) -> BaseException:
+    """An error of the same type with that text, or of the nearest type that takes one."""
+    for kind in type(error).__mro__:
+        with suppress(Exception):
+            saying: BaseException = kind(text)
+            if str(saying) == text:
+                return saying
+    return error
 
 
 def _check_calls(call: str, world: World) -> None:
@@ -104,18 +116,24 @@ def _check_calls(call: str, world: World) -> None:
 def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
     """This rank's own part is only that it waited."""
     roll_call, timed_out = trainer.world.roll_call, "Timed out" in str(error)
-    causes, silent, left = ([], [], []) if roll_call is None else roll_call.ask(timed_out)
+    said, silent = ({}, []) if roll_call is None else roll_call.ask(timed_out)
+    causes, left, gave_up = (", ".join(map(str, said.get(why, []))) for why in (CAUSE, LEFT, LATE))
     names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
     if phase == _PHASES["run_on_main"] and trainer.world.is_main:
         phase = "for the other ranks"
     whose = "others failed too"
     if causes:
-        whose = f"rank {', '.join(map(str, causes))} failed with an error of its own"
+        whose = f"rank {causes} failed with an error of its own"
     elif left:
         whose = (
-            f"rank {', '.join(map(str, left))} has closed its world: every rank must make the same calls. Is there an "
-            "`if rank == 0` around one of them?"
+            f"rank {left} has closed its world: every rank must make the same calls. Is there an `if rank == 0` around one of "
+            "them?"
+        )
+    elif gave_up and not timed_out:
+        whose = (
+            f"rank {gave_up} had waited for longer than the time limit, and gave up: this rank came late. "
+            "World.from_env(timeout=...) sets another limit"
         )
     elif len(silent) == 1:
         whose = f"rank {silent[0]} did not answer: it hangs, is slow, or was killed"

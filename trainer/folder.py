@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from . import checkpoint
 from .checkpoint import UNFINISHED, CheckpointError
@@ -61,13 +61,19 @@ class CheckpointFolder:
             )
         return None
 
-    def holds(self, step: int, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether a file here, the best one or that of `step`, has just these values after just that step."""
+    @staticmethod
+    def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+        """The model's parameters by their keys in a checkpoint."""
+        return {checkpoint.plain_key(name): parameter for name, parameter in model.named_parameters()}
+
+    def holds(self, step: int, model: nn.Module) -> bool:
+        """Whether a file here, the best one or that of `step`, has just the model's parameters after just that step."""
+        parameters = self.parameters(model)
         for path in (self.folder / f"step-{step:08d}.pt", self.folder / "best.pt"):
             with suppress(CheckpointError):
                 saved = checkpoint.peek(path)
-                model = saved.get("model", {})
-                same = all(key in model and torch.equal(value.cpu(), model[key]) for key, value in parameters.items())
+                held = saved.get("model", {})
+                same = all(key in held and torch.equal(value.cpu(), held[key]) for key, value in parameters.items())
                 if same and saved.get("state", {}).get("step") == step:
                     return True
         return False

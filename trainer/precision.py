@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,6 +26,7 @@ class Precision:
         self.scaler: torch.amp.GradScaler | None = None
         if kind == "fp16":
             self.scaler = torch.amp.GradScaler(self._device, **scaler_options)
+            self.scaler.scale(torch.zeros((), device=device))  # makes its scale, also on a rank that may have no loss at first
 
     def autocast(self) -> AbstractContextManager[Any]:
         """For the forward and the loss."""
@@ -35,10 +36,14 @@ class Precision:
         """The loss to call backward on."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Once per window, before anything looks at the gradients."""
+    def unscale(self, optimizer: Optimizer, trainable: Sequence[nn.Parameter]) -> None:
+        """Once per window, before anything looks at the gradients, those too that the optimizer does not have."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for parameter in trainable:
+                if id(parameter) not in held and parameter.grad is not None:
+                    parameter.grad.div_(self.scaler._scale)  # type: ignore[arg-type]  # a tensor since the first loss was scaled
 
     def overflowed(self, optimizer: Optimizer) -> bool:
         """Whether the update must be skipped; adapts the scale. In fp16 the host waits for the device here."""

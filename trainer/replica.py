@@ -136,8 +136,8 @@ class Replica:
     def end_window(self, window: Window) -> None:
         """After the window's last backward. A rank whose share is empty takes part in the reduction with gradients of zero.
 
-        Raises RuntimeError naming the parameters that the first window's last micro-batch did not use: their gradients would
-        not be averaged over the ranks.
+        Raises RuntimeError naming the parameters that the first window's last micro-batch did not use, or on several processes
+        a later one's: their gradients would not be averaged over the ranks.
         """
         if self._handed is not self._wrapped and not self._compiles:  # or the hook would be compiled too
             self._hand_out(self._wrapped)
@@ -146,14 +146,18 @@ class Replica:
         elif self._gradients_before is not None:
             before, self._gradients_before, self._use_is_known = self._gradients_before, None, True
             pairs = zip(self.trainable, before, strict=True)
-            unused = [parameter for parameter, mark in pairs if _mark(parameter.grad) == mark]
-            if unused:
-                names = [name for name, item in self.model.named_parameters() if any(item is other for other in unused)]
-                raise RuntimeError(
-                    f"the loss of the window's last micro-batch does not depend on {', '.join(names)}, so their gradients would "
-                    "not be averaged over the ranks. Freeze what is not trained with requires_grad_(False), or set "
-                    "ddp_options={'find_unused_parameters': True} in TrainerConfig, which costs time in every step"
-                )
+            if unused := [parameter for parameter, mark in pairs if _mark(parameter.grad) == mark]:
+                self._raise_unused(unused)
+        elif not wrapper.is_reduced(self._wrapped):
+            self._raise_unused([parameter for parameter in self.trainable if parameter.grad is None])
+
+    def _raise_unused(self, unused: list[nn.Parameter]) -> None:
+        names = [name for name, item in self.model.named_parameters() if any(item is other for other in unused)]
+        raise RuntimeError(
+            f"the loss of the window's last micro-batch does not depend on {', '.join(names) or 'some parameters'}, so their "
+            "gradients would not be averaged over the ranks. Freeze what is not trained with requires_grad_(False), or set "
+            "ddp_options={'find_unused_parameters': True} in TrainerConfig, which costs time in every step"
+        )
 
     def fingerprint(self) -> tuple[int, ...]:
         """Equal on all ranks as long as their parameters are, bit for bit. Empty on one process, which has no other."""

@@ -44,6 +44,7 @@ class Reporter:
         self._config = config
         self._first_bad_loss = ""
         self._warned: set[str] = set()
+        self._broken = self._drifted = False
         self._rates: list[float | Tensor] = []
         self.grad_norm: Tensor | None = None
         """Of the last step's gradient, before clipping; None without clipping."""
@@ -79,8 +80,8 @@ class Reporter:
     def reduce(self, state: TrainerState, empty_windows: Tensor) -> None:
         """Sum over the ranks what was added since the last time; `empty_windows` had no item on any rank.
 
-        Raises ValueError for keys that differ between ranks, RuntimeError for parameters that do, FloatingPointError for
-        parameters that are not finite, on every rank. Warns once, on rank 0, of a loss that is not finite or had no item.
+        Raises ValueError for keys that differ between ranks, on every rank. Warns once, on rank 0, of a loss that is not finite
+        or had no item. What is wrong with the parameters is for `check_parameters`, once the numbers were reported.
         """
         if self._keys is None:
             self._keys = agree_on_keys(self._world.gather(self._sums.keys), "training_step")
@@ -98,10 +99,16 @@ class Reporter:
         self._marked = []
         if empty:
             self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
-        if broken != 0:
-            self._raise_broken(state.step)
-        elif size > 1 and not checksum.all_equal(list(summed), size):
-            self._replica.raise_drift(state.step)
+        self._broken, self._drifted = broken != 0, size > 1 and not checksum.all_equal(list(summed), size)
+
+    def check_parameters(self, step: int) -> None:
+        """After `reduce`. Raises FloatingPointError for parameters that were not finite then, RuntimeError for some that differed
+        between the ranks; on every rank.
+        """
+        if self._broken:
+            self._raise_broken(step)
+        elif self._drifted:
+            self._replica.raise_drift(step)
 
     def take_report(self, by_items: bool) -> dict[str, float]:
         """The means since the last report; the learning rates and the gradient's norm of the last step; the speed."""

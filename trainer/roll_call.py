@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from .launch import Store
 
-CAUSE, TOO, LEFT = "cause", "too", "left"
+CAUSE, TOO, LEFT, LATE = "cause", "too", "left", "late"
 _WITHIN = 2.0  # seconds; the ranks that are alive see a peer's end at once, and each other's time limits
 _AFTER_LIMIT = 0.8  # where a time limit is over: those that waited with this rank have reached theirs too
 _HOLD_BACK = 2.0  # seconds: torchrun compares whole ones, and its agent must have seen the rank that failed first
@@ -24,18 +24,19 @@ class RollCall:
         self._is_hang = False
 
     def say(self, why: str) -> None:
-        """`why`: `CAUSE`, `TOO` for a rank whose collective has failed, `LEFT` for one that closes. What was said first stays."""
+        """`why`: `CAUSE`, `TOO` for a rank whose collective has failed, `LATE` for one whose time limit was over, `LEFT` for one
+        that closes. What was said first stays."""
         with suppress(RuntimeError):
             if not self._store.check([self._key(self._rank)]):
                 self._store.set(self._key(self._rank), why)
 
-    def ask(self, timed_out: bool) -> tuple[list[int], list[int], list[int]]:
-        """The ranks that are the cause; those that say nothing within two seconds: they hang, are gone, or wait for such; and
-        those that had left before. `timed_out`: whether a time limit is why they are asked; then they have less time."""
+    def ask(self, timed_out: bool) -> tuple[dict[str, list[int]], list[int]]:
+        """The ranks by what they say; and those that say nothing within two seconds: they hang, are gone, or wait for such.
+        `timed_out`: whether a time limit is why they are asked; then they have less time."""
         self._asked = time.monotonic()
-        self.say(TOO)
+        self.say(LATE if timed_out else TOO)
         silent, deadline = list(range(self._size)), time.monotonic() + (_AFTER_LIMIT if timed_out else _WITHIN)
-        said: dict[str, list[int]] = {CAUSE: [], TOO: [], LEFT: []}
+        said: dict[str, list[int]] = {CAUSE: [], TOO: [], LATE: [], LEFT: []}
         try:
             while silent and time.monotonic() < deadline:
                 heard = [rank for rank in silent if self._store.check([self._key(rank)])]
@@ -44,9 +45,9 @@ class RollCall:
                 silent = [rank for rank in silent if rank not in heard]
                 time.sleep(0.02)
         except RuntimeError:
-            return [], [], []
+            return {}, []
         self._is_hang = timed_out and not said[CAUSE]
-        return said[CAUSE], silent, said[LEFT]
+        return said, silent
 
     def hold_back(self) -> None:
         """Wait until torchrun has seen a rank that has failed by itself; where one hangs there is none."""

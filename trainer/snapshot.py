@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from . import checkpoint
 from .callback import Dispatcher
-from .checkpoint import FORMAT
 from .precision import Precision
 from .state import TrainerState
 
 if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
-_PREFIXES = ("module.", "_orig_mod.")  # added by DistributedDataParallel and torch.compile
+_WRAPPER = "module."  # before the keys of a model that was saved in DistributedDataParallel
 
 
 def take(trainer: DDPTrainer, run_config: Mapping[str, Any], precision: Precision, hooks: Dispatcher) -> dict[str, Any]:
     """Everything a run continues from: plain values and tensors (not copied)."""
     return {
-        "format": FORMAT,
+        "format": checkpoint.FORMAT,
         "state": dataclasses.asdict(trainer.state),
         "config": dict(run_config),
-        "model": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
-        "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
+        "model": checkpoint.plain_keys(trainer.model.state_dict()),
+        "optimizer": _plain_numbers(trainer.optimizer.state_dict()),
+        "scheduler": None if trainer.scheduler is None else _plain_numbers(trainer.scheduler.state_dict()),
         "scaler": precision.state_dict(),
         "callbacks": hooks.state_dict(),
     }
@@ -88,15 +90,24 @@ def restore_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
                 restored[key] = value.to(restored[key].device, copy=True)
 
 
+def _plain_numbers(value: Any) -> Any:
+    """`value` with plain numbers for numpy's, which a function of the user's may give, and a file could not hold."""
+    if type(value) is dict:
+        return {key: _plain_numbers(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain_numbers, value))
+    return value.item() if isinstance(value, (Real, np.bool_)) and isinstance(value, np.generic) else value
+
+
 def _clean_keys(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
-    """`saved` under the model's `own` keys: the prefixes of wrappers are dropped unless the model has them itself."""
-    wanted, cleaned = set(own), dict(saved)
-    while set(cleaned) != wanted:
-        prefix = next((p for p in _PREFIXES if cleaned and all(key.startswith(p) for key in cleaned)), None)
-        if prefix is None:
-            return dict(saved) if not wanted & set(cleaned) else cleaned
-        cleaned = {key.removeprefix(prefix): value for key, value in cleaned.items()}
-    return cleaned
+    """`saved` under the model's `own` keys, whichever of the two was wrapped or compiled."""
+    names = {checkpoint.plain_key(key): key for key in own}
+    cleaned = {checkpoint.plain_key(key): value for key, value in saved.items()}
+    while set(cleaned) != set(names) and cleaned and all(key.startswith(_WRAPPER) for key in cleaned):
+        cleaned = {key.removeprefix(_WRAPPER): value for key, value in cleaned.items()}
+    if not set(names) & set(cleaned):
+        return dict(saved)
+    return {names.get(key, key): value for key, value in cleaned.items()}
 
 
 def _check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, tee
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from . import checks
@@ -47,6 +48,8 @@ class TrainData:
         self._config = config
         self._cut = Cut(self.window_size, config.batch_size, rank, world_size, config.drop_last)
         self._is_stream = isinstance(dataset, IterableDataset)
+        self.shards_itself = self._is_stream and bool(getattr(dataset, "sharded", False))
+        """Whether the dataset is a stream of which each rank and worker reads its own part."""
         self._passed = 0  # windows of a stream's current epoch
         if self._is_stream:
             checks.check_stream(dataset, sampler, config)
@@ -87,7 +90,7 @@ class TrainData:
         seed = self._config.seed
         self._world = world
         if self._is_stream:
-            kind = ShardedStream if getattr(self._dataset, "sharded", False) else Stream
+            kind = ShardedStream if self.shards_itself else Stream
             self._stream = kind(self._dataset, self.options, self._cut, seed, SAMPLE, world.sum)
         else:
             self._order_seed: int = world.run_on_main(lambda: secrets.randbits(63)) if seed is None else seed
@@ -113,12 +116,27 @@ class TrainData:
         for window in windows:
             yield window, islice(batches, len(window.micro_batches))
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What the counters do not tell: windows of a stream that shards itself may be short anywhere in the epoch."""
-        return {"epoch_windows": self._passed} if getattr(self._dataset, "sharded", False) else {}
+        return {"epoch_windows": self._passed, "shards": self._shards} if self.shards_itself else {}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """ValueError where a stream that shards itself would be continued in other shards than it was begun in."""
+        saved = state.get("shards", self._shards)
+        if self.shards_itself and saved != self._shards and state["state"]["epoch_samples"]:
+            raise ValueError(
+                f"the checkpoint was written within an epoch of a stream that shards itself, read by {_readers(saved)}, and is "
+                f"to be continued by {_readers(self._shards)}, which would repeat some samples and leave out others: resume "
+                "with as many, or from a checkpoint of an epoch's end"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._passed = state.get("epoch_windows", state["state"]["epoch_samples"] // self.window_size)
+
+    @property
+    def _shards(self) -> list[int]:
+        """How many ranks and workers of each read."""
+        return [self._cut.world_size, self.options.get("num_workers", 0)]
 
     def _order(self, epoch: int) -> Order:
         if self._sampler is not None:
@@ -126,16 +144,19 @@ class TrainData:
         return Permutation(self._plan.samples, self._order_seed, epoch) if self._config.shuffle else sequence
 
     def _draw_sampler(self, epoch: int) -> list[int]:
-        """The sampler's indices for an epoch, drawn alike on every rank."""
+        """The sampler's indices for an epoch: rank 0's, for a sampler may draw what no seed of the trainer's reaches."""
         if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
             set_epoch(epoch)
-        if self._config.seed is None:
-            indices: list[int] = self._world.run_on_main(lambda: list(map(checks.check_index, self._sampler)))
-            return indices
-        seed_generators(seed := mix(ORDER, self._config.seed, epoch))
-        if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
-            generator.manual_seed(seed >> 1)
-        return list(map(checks.check_index, self._sampler))
+        if self._config.seed is not None:
+            seed_generators(seed := mix(ORDER, self._config.seed, epoch))
+            if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
+                generator.manual_seed(seed >> 1)
+        indices: Tensor = self._world.run_on_main(lambda: torch.tensor(list(map(checks.check_index, self._sampler))))
+        return indices.tolist()
+
+
+def _readers(shards: Sequence[int]) -> str:
+    return f"{shards[0]} ranks with {shards[1]} workers each"
 
 
 def _is_gpu(device: torch.device) -> bool:

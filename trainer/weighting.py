@@ -20,8 +20,10 @@ class Weighting:
     gradients are divided by actual / nominal, on the device. The nominal count is a power of two, so the quotient is exact.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, uneven: bool = False) -> None:
+        """`uneven`: a rank may have no share of a window that is large enough for all."""
         self._world = world
+        self._uneven = uneven
         dtype = torch.float32 if world.device.type == "mps" else torch.float64
         self._items = torch.zeros((), dtype=dtype, device=world.device)
         self._empty_windows = torch.zeros((), dtype=dtype, device=world.device)
@@ -45,10 +47,9 @@ class Weighting:
     def settle(self, parameters: Sequence[nn.Parameter], window: Window) -> None:
         """After the window's reduction: the gradients of the mean over its items. Zero gradients where it had none.
 
-        Called on every rank. Where a fit's first window is too small for every rank to have a share, those without one learn
-        from the others what is counted.
+        Called on every rank. Where a rank may have no share of a fit's first window, it learns from the others what is counted.
         """
-        if not self._settled and window.size < self._world.size:
+        if not self._settled and (self._uneven or window.size < self._world.size):
             self.by_items = any(self._world.gather(self.by_items))
         self._settled = True
         if not self.by_items:

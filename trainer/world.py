@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import sys
 import time
 import weakref
@@ -276,7 +277,7 @@ class World:
     @staticmethod
     def is_consequence(error: BaseException) -> bool:
         """Whether a collective failed: because another rank has gone, or did not come in time."""
-        return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in re.findall(r"\w+", str(error)))
 
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
@@ -292,8 +293,7 @@ class World:
         packed: list[Any] = [pack(value) if self.is_main else None]
         if self.size > 1:
             dist.broadcast_object_list(packed, src=0)
-        received: T = unpack(packed[0], device)
-        return received
+        return cast(T, unpack(packed[0], device))
 
 
 def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:

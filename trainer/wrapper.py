@@ -35,6 +35,16 @@ def backward_zeros(wrapped: nn.Module) -> None:
         wrapped.module, wrapped.require_forward_param_sync = model, kept
 
 
+def is_reduced(wrapped: nn.Module) -> bool:
+    """Whether the last backward has reduced every gradient; DDP itself says so in the next forward only."""
+    if isinstance(wrapped, DistributedDataParallel):
+        try:
+            wrapped.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return False
+    return True
+
+
 def let_go(wrapped: DistributedDataParallel) -> None:
     """Drop what a wrapper holds of its process group, before that is destroyed.
 
