@@ -77,7 +77,7 @@ class Checkpoint(Callback):
 
     @property
     def best_path(self) -> Path:
-        """Where the best checkpoint is kept: ``best.pt`` in the folder."""
+        """Where the best checkpoint is kept: ``best.pt`` in the folder. Once `fit` has started, rank 0's on every rank."""
         return self._files.folder / "best.pt"
 
     def before_fit(self, trainer: DDPTrainer) -> None:
@@ -149,6 +149,9 @@ class Checkpoint(Callback):
         if self._made_folder:
             with suppress(OSError):  # it is not empty, and stays
                 self.folder.rmdir()
+
+    def for_other_ranks(self) -> dict[str, Any]:
+        return {"_files": CheckpointFolder(self.folder)}  # so that best_path is the same everywhere
 
     def _end(self) -> None:
         try:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from callbacks import Checkpoint, JSONLines
 from tests.helpers import Numbers, Outcome, Ranks, Toy, ValueToy, toy_trainer
-from trainer import Callback, CheckpointFolder, DDPTrainer, checkpoint
+from trainer import Callback, CheckpointFolder, DDPTrainer, World, checkpoint
 
 
 def name(step: int) -> str:
@@ -332,21 +332,23 @@ def test_a_death_between_two_files_of_a_step_loses_no_best_one(ranks: Ranks, tmp
 
 
 def test_every_rank_can_load_the_best_by_the_same_path(ranks: Ranks, tmp_path: Path) -> None:
-    """F-05: the ranks' own means are 0.3 and 0.5, the evaluation's 0.4; rank 0 is the last to leave."""
+    """F-05: the ranks' own means are 0.3 and 0.5, the evaluation's 0.4; rank 0 is the last to leave. Each rank has named the
+    folder by its own clock.
+    """
 
     class Slow(Callback):
         def on_safe_point(self, trainer: DDPTrainer) -> None:
             time.sleep(0.5)
 
     def run() -> tuple[str, float, float]:
-        checkpoints = Checkpoint(tmp_path, monitor="loss")
+        checkpoints = Checkpoint(tmp_path / f"run-{World.from_env().rank}", monitor="loss")
         trainer = toy_trainer(4, ValueToy(), eval_numbers=[0.3, 0.5], batch_size=2, callbacks=[Slow(), checkpoints])
         trainer.fit()
         best = checkpoint.read(checkpoints.best_path)
         trainer.load_state_dict(best)
         return str(checkpoints.best_path), best["callbacks"]["Checkpoint"]["best"], trainer.model.w.item()
 
-    assert ranks(2, run) == [(str(tmp_path / "best.pt"), pytest.approx(0.4, abs=1e-15), 0.0)] * 2
+    assert ranks(2, run) == [(str(tmp_path / "run-0" / "best.pt"), pytest.approx(0.4, abs=1e-15), 0.0)] * 2
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -57,6 +57,13 @@ class Callback:
     def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
         """When `fit` ends with an error: close files here. Nothing may communicate any more."""
 
+    def for_other_ranks(self) -> dict[str, Any]:
+        """Attributes that the other ranks' copies of this callback, which see no hook, take over when `fit` has started.
+
+        Picklable, by name: such as a folder that each rank has named by its own clock. Called on rank 0.
+        """
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """What this callback remembers, as plain values and tensors; saved in each checkpoint."""
         return {}
@@ -97,6 +104,7 @@ class Dispatcher:
             check_hooks(callback, Callback)
         self._names = names
         self._active = active
+        self._given = self.callbacks
         self.callbacks = self.callbacks if active else ()
         self._guard = guard
         # The hooks of every step cost nothing where nobody overrides them.
@@ -105,9 +113,18 @@ class Dispatcher:
             for hook in ("on_step", "on_safe_point")
         )
 
-    def on_fit_start(self, trainer: DDPTrainer) -> None:
+    def on_fit_start(self, trainer: DDPTrainer) -> dict[str, dict[str, Any]]:
+        """What the other ranks' callbacks are to `take_over`, by name."""
+        shared: dict[str, dict[str, Any]] = {}
         self._run("before_fit", lambda callback: callback.before_fit(trainer))
         self._run("on_fit_start", lambda callback: callback.on_fit_start(trainer))
+        self._run("for_other_ranks", lambda callback: shared.update({callback.name: callback.for_other_ranks()}))
+        return shared
+
+    def take_over(self, shared: Mapping[str, dict[str, Any]]) -> None:
+        """On ranks other than 0, whose callbacks are never called."""
+        for callback in () if self._active else self._given:
+            vars(callback).update(shared.get(callback.name, {}))
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self._watch_steps:

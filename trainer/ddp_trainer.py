@@ -335,7 +335,7 @@ class DDPTrainer(Steps):
         self._weighting = Weighting(self.world, uneven=self._train.shards_itself)
         self._reporter = Reporter(self.world, self._replica, self.config)
         self._agreement.open(self.state.step)
-        self.world.run_on_main(lambda: self._hooks.on_fit_start(self))
+        self._hooks.take_over(self.world.run_on_main(lambda: self._hooks.on_fit_start(self)))
 
     def _report(self) -> dict[str, float]:
         return checks.summarized(self.summarize, self._reporter.take_report(bool(self._weighting.by_items)))
