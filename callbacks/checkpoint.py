@@ -97,7 +97,7 @@ class Checkpoint(Callback):
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self._files.sweep()
-        fresh = trainer.state.step == 0 and not self._has_written  # and no step file is there
+        fresh = trainer.state.samples == 0 and not self._has_written  # and no step file is there
         if fresh and self._monitor is not None and self.best_path.exists():
             self._move_best_aside()
         self._saved_at = time.monotonic()
@@ -167,12 +167,12 @@ class Checkpoint(Callback):
 
     def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
-        found, step = self._files.steps(), trainer.state.step
+        found, step, begun = self._files.steps(), trainer.state.step, trainer.state.samples > 0
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"Checkpoint: {self.folder} is a file; give it a folder, to be made if need be")
-        if not found or self._has_written or (step and self._files.holds(step, trainer.model)):
+        if not found or self._has_written or (begun and self._files.holds(step, trainer.model)):
             return
-        words = "a new run" if step == 0 else f"a run that goes on from step {step} of another folder"
+        words = f"a run that goes on from step {step} of another folder" if begun else "a new run"
         raise FileExistsError(
             f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}), and this is {words}: continue "
             f"that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"

@@ -742,7 +742,9 @@ def test_a_schedule_computed_with_numpy_can_be_saved(tmp_path: Path, kind: Any) 
     def make() -> DDPTrainer:
         model = Toy()
         optimizer = torch.optim.SGD(model.parameters(), lr=kind(1.0))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: kind(0.5 * (1 + np.cos(step / 5))))
+        curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: kind(0.5 * (1 + np.cos(step / 5))))
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, np.array([1, 3]), gamma=kind(0.5))  # type: ignore[arg-type]
+        scheduler = torch.optim.lr_scheduler.ChainedScheduler([curve, steps])
         config = TrainerConfig(batch_size=2, shuffle=False, log_every=1)
         callbacks = [Checkpoint(tmp_path, every_steps=1, keep_last=9)]
         options = {"loss_fn": mean_of_outputs, "scheduler": scheduler, "config": config, "callbacks": callbacks}
@@ -754,3 +756,29 @@ def test_a_schedule_computed_with_numpy_can_be_saved(tmp_path: Path, kind: Any) 
         (tmp_path / name(step)).unlink()
     part.fit(resume_from=tmp_path)
     assert torch.equal(whole.model.w.detach(), part.model.w.detach())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_module_is_told_of_which_version_its_values_are(tmp_path: Path, wrapper: str, compiled: bool) -> None:
+    """So that one which changes those of an older version leaves the newer alone."""
+    found = []
+
+    class Versioned(Toy):
+        _version = 2
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+            found.append(metadata.get("version"))
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    class Whole(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(Versioned())
+
+    saved = toy_trainer(4, Whole(), batch_size=2, callbacks=[Checkpoint(tmp_path)])
+    saved.fit()
+    content = checkpoint.read(tmp_path / name(2))
+    content["model"] = checkpoint.renamed(content["model"], lambda key: f"{wrapper}{key}".removesuffix("."))
+    model: Any = torch.compile(Whole(), backend="eager") if compiled else Whole()
+    toy_trainer(4, model, batch_size=2).load_state_dict(content)
+    assert found == [2]

@@ -111,6 +111,19 @@ def test_what_a_module_does_in_evaluation_mode_is_undone_by_its_own_train(ranks:
     assert ranks(2, run) == [(True, True)] * 2
 
 
+def test_a_train_that_fails_after_an_evaluation_leaves_the_modes_as_they_were() -> None:
+    class Failing(nn.Linear):
+        def train(self, mode: bool = True) -> Failing:
+            if mode:
+                raise ArithmeticError("no way back")
+            return super().train(mode)
+
+    model = nn.Sequential(nn.Dropout(0.5), Failing(1, 1), nn.Dropout(0.5))
+    with pytest.raises(ArithmeticError, match="no way back"):
+        trainer_of(model).evaluate(TensorDataset(torch.ones(4, 1), torch.ones(4)))
+    assert all(module.training for module in model.modules())
+
+
 def test_a_mode_that_changes_during_the_run_stays_changed(ranks: Ranks) -> None:
     class Trainer(DDPTrainer):
         def before_epoch(self) -> None:

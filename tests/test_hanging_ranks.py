@@ -217,6 +217,26 @@ def test_work_on_rank_0_may_take_as_long_as_the_others_were_told_to_wait(ranks: 
     assert max(slow.seconds, other.seconds) < 20
 
 
+def test_a_rank_that_came_to_wait_later_still_names_the_one_that_hangs(ranks: Ranks, tmp_path: Path) -> None:
+    """It may see the end of the other that waited before its own time is over."""
+    hang = Hang(tmp_path, 0, "training_step", 2, world_size=3)
+
+    def action(rank: int, place: str, step: int) -> None:
+        if (rank, place, step) == (2, "training_step", 2):
+            time.sleep(1.5)
+        hang(rank, place, step)
+
+    def run() -> None:
+        try:
+            fit(action)
+        finally:
+            (tmp_path / f"left-{os.environ['RANK']}").touch()
+
+    outcomes = ranks.outcomes(3, run, timeout=40, env=UNRECORDED)
+    for outcome in waiting(outcomes, gone=0):
+        assert outcome.message.endswith("rank 0 did not answer: it hangs, is slow, or was killed"), outcome.message
+
+
 # Unless told otherwise.
 
 

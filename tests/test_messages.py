@@ -179,6 +179,19 @@ def test_an_error_in_summarize_says_what_it_was_given(kind: type[DDPTrainer], er
         toy_trainer(8, kind=kind, batch_size=2).fit()
 
 
+def test_an_error_in_summarize_of_a_class_of_its_own_is_told_too() -> None:
+    class Odd(KeyError):
+        def __init__(self, key: str, where: str) -> None:
+            super().__init__(f"{key} in {where}")
+
+    class Summing(DDPTrainer):
+        def summarize(self, means: dict[str, float]) -> dict[str, float]:
+            raise Odd("f1", "means")
+
+    with pytest.raises(KeyError, match="summarize raised Odd: 'f1 in means', given"):
+        toy_trainer(4, kind=Summing, batch_size=2).fit()
+
+
 def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(ranks: Ranks) -> None:
     """`fit` within ``if rank == 0``, as one person or another writes it."""
 

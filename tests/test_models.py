@@ -82,6 +82,24 @@ def test_a_parameter_that_is_unused_later_on_is_named_before_the_optimizer_moves
     assert not any(outcome.ok for outcome in outcomes)
 
 
+def test_a_parameter_that_only_an_earlier_micro_batch_used_is_named(ranks: Ranks) -> None:
+    """Its gradient is there, of this rank alone."""
+
+    class Heads(Toy):
+        def __init__(self) -> None:
+            super().__init__(torch.float32)
+            self.a, self.b = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) + self.a * x + (0.0 if self.calls > 2 and self.calls % 2 == 0 else self.b * x)
+
+    outcomes = ranks.outcomes(2, lambda: train(Heads(), 12, accumulation_steps=2, log_every=10) and None, timeout=30)
+    for outcome in outcomes:
+        assert "does not depend on b, so" in outcome.message
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unused_parameters_stay_as_they_are_with_the_option(ranks: Ranks, world_size: int) -> None:
     """I-05: bitwise, even with weight decay."""
@@ -193,6 +211,21 @@ def test_the_report_of_the_step_that_broke_the_parameters_is_given_first(ranks: 
         return [(call.step, str(call.metrics["loss"])) for call in recorder.reports]
 
     assert ranks(world_size, run)[0] == [(1, "0.0"), (2, "-1.0"), (3, "nan")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_an_error_of_that_report_does_not_hide_why_the_run_ends(ranks: Ranks, world_size: int) -> None:
+    class Rounds(DDPTrainer):
+        def summarize(self, means: dict[str, float]) -> dict[str, float]:
+            return {**means, "percent": int(means["loss"])}
+
+    def run() -> str:
+        with pytest.raises(FloatingPointError, match="the parameters are not finite at step 2") as error:
+            train(Toy(torch.float32), [1.0, NAN, 1.0, 1.0], kind=Rounds, global_batch_size=1, log_every=1)
+        return repr(error.value.__context__)
+
+    assert ranks(world_size, run) == ["ValueError('cannot convert float NaN to integer')"] * world_size
 
 
 def test_a_run_told_to_warn_goes_on_with_parameters_that_are_not_finite() -> None:

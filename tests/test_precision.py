@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Recorder, Toy, mean_of_outputs
 from tests.ranks import Ranks
-from trainer import DDPTrainer, TrainerConfig
+from trainer import DDPTrainer, TrainerConfig, TrainerState
 
 INF = math.inf
 
@@ -126,25 +126,31 @@ def toy_fitted(numbers: list[float], **settings: Any) -> DDPTrainer:
 
 
 @pytest.mark.filterwarnings("ignore:the loss was not finite")
-def test_a_run_that_is_stopped_at_a_skipped_update_has_a_checkpoint_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_is_stopped_at_a_skipped_update_has_a_checkpoint_of_it(tmp_path: Path, steps: int) -> None:
     class Stops(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
             if batch[0].isinf().any():
                 self.stop("now")
             return mean_of_outputs(model(batch[0]), batch[1])
 
-    model = Toy(torch.float32)
-    trainer = Stops(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        Numbers([1.0, INF, 1.0, 1.0], torch.float32),
-        config=TrainerConfig(precision="fp16", batch_size=1, shuffle=False, log_every=1),
-        callbacks=[Checkpoint(tmp_path)],
-    )
-    state = trainer.fit()
+    def fit() -> TrainerState:
+        model = Toy(torch.float32)
+        return Stops(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            Numbers([*[1.0] * steps, INF, 1.0, 1.0], torch.float32),
+            config=TrainerConfig(precision="fp16", batch_size=1, shuffle=False, log_every=1),
+            callbacks=[Checkpoint(tmp_path)],
+        ).fit(resume_from=tmp_path)
+
+    state = fit()
     assert state.stop_reason == "now"
     saved = torch.load(max(tmp_path.glob("*.pt")), weights_only=True)["state"]
-    assert (saved["step"], saved["skipped_steps"], saved["epoch_samples"]) == (1, 1, 2)
+    assert (saved["step"], saved["skipped_steps"], saved["epoch_samples"]) == (steps, 1, steps + 1)
+    assert (state.step, state.skipped_steps, state.epoch_samples) == (steps, 1, steps + 1)
+    state = fit()
+    assert (state.step, state.skipped_steps, state.stop_reason) == (steps + 2, 1, None)
 
 
 def test_accumulation_with_a_scaler_equals_the_run_without_one() -> None:

@@ -311,19 +311,19 @@ def test_a_stream_that_shards_itself_is_resumed_after_short_windows(
             assert seen == whole[rank][0][len(whole[rank][0]) - len(seen) :]
 
 
-@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(("world_size", "workers", "refused"), [(1, 0, True), (2, 2, True), (2, 1, False)])
 def test_a_stream_that_shards_itself_goes_on_in_the_shards_it_was_begun_in(
-    ranks: Ranks, tmp_path: Path, world_size: int, workers: int
+    ranks: Ranks, tmp_path: Path, world_size: int, workers: int, refused: bool
 ) -> None:
-    """Others would repeat some of its items and leave out others; between two epochs any will do."""
+    """Others would repeat some of its items and leave out others; between two epochs any will do. One worker reads as none."""
 
-    def train(workers: int, after: int | None) -> tuple[str, int]:
+    def train(workers: int, after: int | None, sharded: bool = True) -> tuple[str, int]:
         options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
         model, files = Toy(), Checkpoint(tmp_path, every_steps=1, keep_last=99)
         trainer = Keeper(
             model,
             torch.optim.SGD(model.parameters(), lr=0.01),
-            Sharded([8] * 2, World.from_env().rank),
+            Sharded([8] * 2, World.from_env().rank) if sharded else Stream(16),
             loader_options=options,
             config=TrainerConfig(epochs=2, global_batch_size=4, batch_size=2),
             callbacks=[files] if after is None else [],
@@ -337,9 +337,11 @@ def test_a_stream_that_shards_itself_goes_on_in_the_shards_it_was_begun_in(
         return "", trainer.state.step
 
     assert ranks(2, train, 0, None) == [("", 8)] * 2
-    told = "read by 2 ranks with 0 workers each, and is to be continued by "
+    told = "a stream that shards itself over 2 ranks, 1 readers each, and is to be continued with "
     for message, _ in ranks(world_size, train, workers, 2, timeout=60):
-        assert f"{told}{world_size} ranks with {workers} workers each" in message
+        other = f"a stream that shards itself over {world_size} ranks, {max(1, workers)} readers each"
+        assert told + other in message if refused else message == ""
+    assert all(told + "data that is shared out" in message for message, _ in ranks(2, train, 0, 2, sharded=False))
     assert all(message == "" for message, _ in ranks(world_size, train, workers, 4, timeout=60))
 
 

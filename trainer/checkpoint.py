@@ -9,7 +9,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -114,12 +114,15 @@ def plain_key(key: str) -> str:
 
 def plain_keys(state: dict[str, Any]) -> dict[str, Any]:
     """A model's ``state_dict()`` under `plain_key`s."""
-    if not any(_COMPILED in key for key in state):
-        return state
-    renamed = OrderedDict((plain_key(key), value) for key, value in state.items())
+    return renamed(state, plain_key) if any(_COMPILED in key for key in state) else state
+
+
+def renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """A model's ``state_dict()`` under other keys, with the version of each module, whose names are renamed alike."""
+    result = OrderedDict((rename(key), value) for key, value in state.items())
     versions = getattr(state, "_metadata", {})
-    vars(renamed)["_metadata"] = {plain_key(key): value for key, value in versions.items()}
-    return renamed
+    vars(result)["_metadata"] = OrderedDict((rename(key), value) for key, value in versions.items())
+    return result
 
 
 def check_plain(content: Mapping[str, Any]) -> None:

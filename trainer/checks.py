@@ -7,6 +7,7 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -246,16 +247,27 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
     return batch[0], batch[1]
 
 
+def saying(text: str, error: BaseException) -> BaseException:
+    """An error of the type of `error` with that text, or of the nearest type that takes one."""
+    for kind in type(error).__mro__:
+        with suppress(Exception):
+            said: BaseException = kind(text)
+            if text in str(said):  # a KeyError's has quotes around it
+                return said
+    return error
+
+
 def summarized(summarize: Callable[[dict[str, float]], Any], means: dict[str, float]) -> dict[str, float]:
     """What `summarize` makes of `means`. TypeError for what is no dict of numbers."""
     given = dict(means)
     try:
         metrics = summarize(means)
     except (ArithmeticError, LookupError) as error:
-        raise type(error)(
+        text = (
             f"summarize raised {type(error).__name__}: {error}, given {given}. It is called for training reports, for an epoch's "
             "means and for evaluations, also where numbers have grown without bounds"
-        ) from error
+        )
+        raise saying(text, error) from error
     if not isinstance(metrics, dict):
         found = "None (is a return missing?)" if metrics is None else _kind(metrics)
         raise TypeError(f"summarize must return the metrics, a dict of numbers by name; it returned {found}")

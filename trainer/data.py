@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    Sampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from .order import Order
 from .randomness import mix, seed_generators
@@ -95,7 +105,7 @@ class _Batches(Dataset[Any]):
         dataset: Any = self._dataset
         if epoch not in (self._epoch, NO_EPOCH):  # said here, where living workers hear it too
             self._epoch = epoch
-            _tell(dataset, epoch)
+            tell(dataset, epoch)
         while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         if type(dataset) is TensorDataset and self._collate is default_collate:
@@ -124,16 +134,16 @@ class _Batches(Dataset[Any]):
             seed_generators(mix(self._purpose, self._seed, epoch, position))
 
 
-def _tell(dataset: Any, epoch: int) -> None:
+def tell(dataset: Any, epoch: int) -> None:
     """Datasets with a `set_epoch`, also those inside of torch's own combinations, which epoch it is."""
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
     elif isinstance(dataset, Subset):
-        _tell(dataset.dataset, epoch)
-    elif isinstance(dataset, (ConcatDataset, StackDataset)):
+        tell(dataset.dataset, epoch)
+    elif isinstance(dataset, (ConcatDataset, ChainDataset, StackDataset)):
         parts = dataset.datasets
         for part in parts.values() if isinstance(parts, dict) else parts:
-            _tell(part, epoch)
+            tell(part, epoch)
 
 
 def _named(epoch: int) -> str:

@@ -228,7 +228,7 @@ class DDPTrainer(Steps):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, the same on every rank. ValueError, with nothing changed, where it does not fit."""
-        self._train.check(state)
+        self._train.check_shards(state)
         snapshot.restore(self, state, self._run_config(), self._precision, self._hooks)
         self._train.load_state_dict(state)
 
@@ -301,16 +301,16 @@ class DDPTrainer(Steps):
         finished = self.finished
         self._reporter.end_step(state.step + (not updated), window.size)
         report_due = updated and (finished or state.step % config.log_every == 0)
-        if config.eval_every is None:
-            evaluation_due = bool(self.eval_sets) and (window.last or finished)
-        else:
-            evaluation_due = bool(self.eval_sets) and updated and state.step % config.eval_every == 0
+        due = window.last or finished if config.eval_every is None else updated and state.step % config.eval_every == 0
+        evaluation_due = due and bool(self.eval_sets)
         if reduce_due := report_due or window.last:
             self._reporter.reduce(state, self._weighting.take_empty_windows())
-        if updated:
-            self._hooks.on_step(self, self._report() if report_due else {})
-        if reduce_due:
-            self._reporter.check_parameters(state.step)
+        try:
+            if updated:
+                self._hooks.on_step(self, self._report() if report_due else {})
+        finally:
+            if reduce_due:
+                self._reporter.check_parameters(state.step)
         if evaluation_due:
             self._hooks.on_eval(self, self._evaluate())
         if window.last:

@@ -192,8 +192,10 @@ def _evaluating(trainer: DDPTrainer, parts: Parts) -> Iterator[None]:
         with torch.no_grad(), nullcontext() if trainer.config.seed is None else preserved(world.device):
             yield
     finally:
-        for module, training in modes:
-            if type(module).train is not nn.Module.train and module.training is not training:
-                module.train(training)  # it may have done more than to change its mode
-        for module, training in modes:
-            module.training = training
+        try:
+            for module, training in modes:
+                if type(module).train is not nn.Module.train and module.training is not training:
+                    module.train(training)  # it may have done more than to change its mode
+        finally:
+            for module, training in modes:
+                module.training = training

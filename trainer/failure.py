@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .checks import saying
 from .roll_call import CAUSE, LATE, LEFT
 
 if TYPE_CHECKING:
@@ -88,17 +89,7 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
         )
     elif isinstance(error, RuntimeError):
         text = _of_memory(error, trainer)
-    return error if text is None else _saying(text, error)
-
-
-def _saying(text: str, error: BaseException) -> BaseException:
-    """An error of the same type with that text, or of the nearest type that takes one."""
-    for kind in type(error).__mro__:
-        with suppress(Exception):
-            saying: BaseException = kind(text)
-            if str(saying) == text:
-                return saying
-    return error
+    return error if text is None else saying(text, error)
 
 
 def _check_calls(call: str, world: World) -> None:
@@ -130,7 +121,7 @@ def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
             f"rank {left} has closed its world: every rank must make the same calls. Is there an `if rank == 0` around one of "
             "them?"
         )
-    elif gave_up and not timed_out:
+    elif gave_up and not timed_out and not silent:
         whose = (
             f"rank {gave_up} had waited for longer than the time limit, and gave up: this rank came late. "
             "World.from_env(timeout=...) sets another limit"

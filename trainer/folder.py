@@ -72,7 +72,7 @@ class CheckpointFolder:
         for path in (self.folder / f"step-{step:08d}.pt", self.folder / "best.pt"):
             with suppress(CheckpointError):
                 saved = checkpoint.peek(path)
-                held = saved.get("model", {})
+                held = checkpoint.plain_keys(saved.get("model", {}))
                 same = all(key in held and torch.equal(value.cpu(), held[key]) for key, value in parameters.items())
                 if same and saved.get("state", {}).get("step") == step:
                     return True

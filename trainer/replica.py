@@ -148,13 +148,13 @@ class Replica:
             pairs = zip(self.trainable, before, strict=True)
             if unused := [parameter for parameter, mark in pairs if _mark(parameter.grad) == mark]:
                 self._raise_unused(unused)
-        elif not wrapper.is_reduced(self._wrapped):
-            self._raise_unused([parameter for parameter in self.trainable if parameter.grad is None])
+        elif places := wrapper.unreduced(self._wrapped):
+            self._raise_unused([self.trainable[place] for place in places])
 
     def _raise_unused(self, unused: list[nn.Parameter]) -> None:
         names = [name for name, item in self.model.named_parameters() if any(item is other for other in unused)]
         raise RuntimeError(
-            f"the loss of the window's last micro-batch does not depend on {', '.join(names) or 'some parameters'}, so their "
+            f"the loss of the window's last micro-batch does not depend on {', '.join(names)}, so their "
             "gradients would not be averaged over the ranks. Freeze what is not trained with requires_grad_(False), or set "
             "ddp_options={'find_unused_parameters': True} in TrainerConfig, which costs time in every step"
         )

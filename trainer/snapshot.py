@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from numbers import Real
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -92,22 +92,22 @@ def restore_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
 
 def _plain_numbers(value: Any) -> Any:
     """`value` with plain numbers for numpy's, which a function of the user's may give, and a file could not hold."""
-    if type(value) is dict:
-        return {key: _plain_numbers(item) for key, item in value.items()}
+    if type(value) in (dict, OrderedDict, Counter):
+        return type(value)({_plain_numbers(key): _plain_numbers(item) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)(map(_plain_numbers, value))
-    return value.item() if isinstance(value, (Real, np.bool_)) and isinstance(value, np.generic) else value
+    return value.item() if isinstance(value, (np.bool_, np.integer, np.floating)) else value
 
 
-def _clean_keys(saved: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
+def _clean_keys(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """`saved` under the model's `own` keys, whichever of the two was wrapped or compiled."""
-    names = {checkpoint.plain_key(key): key for key in own}
-    cleaned = {checkpoint.plain_key(key): value for key, value in saved.items()}
-    while set(cleaned) != set(names) and cleaned and all(key.startswith(_WRAPPER) for key in cleaned):
-        cleaned = {key.removeprefix(_WRAPPER): value for key, value in cleaned.items()}
-    if not set(names) & set(cleaned):
+    wanted, cleaned = checkpoint.plain_keys(own), checkpoint.plain_keys(saved)
+    while cleaned.keys() != wanted.keys() and cleaned and all(key.startswith(_WRAPPER) for key in cleaned):
+        cleaned = checkpoint.renamed(cleaned, lambda key: f"{key}.".removeprefix(_WRAPPER).removesuffix("."))
+    if not wanted.keys() & cleaned.keys():
         return dict(saved)
-    return {names.get(key, key): value for key, value in cleaned.items()}
+    names = {checkpoint.plain_key(key): key for key in [*getattr(own, "_metadata", {}), *own]}
+    return checkpoint.renamed(cleaned, lambda key: names.get(key, key))
 
 
 def _check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as _worker
 
-from .data import NO_EPOCH, unchanged
+from .data import NO_EPOCH, tell, unchanged
 from .plan import Window, chunks
 from .randomness import mix, seed_generators
 from .workers import loader_options
@@ -111,8 +111,8 @@ class _Reader(IterableDataset[Batches]):
                 yield self._window(first, min(size, end - first), items, last=first + size >= end)
 
     def _items(self, epoch: int) -> Iterator[tuple[int, Any]]:
-        if epoch != NO_EPOCH and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
-            set_epoch(epoch)
+        if epoch != NO_EPOCH:
+            tell(self._dataset, epoch)
         position = 0
         self._seed_for(epoch, position)
         for item in self._dataset:
@@ -186,8 +186,8 @@ class _Shard(IterableDataset[tuple[int, Any]]):
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         epoch = int(self.place[0])
-        if epoch != NO_EPOCH and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
-            set_epoch(epoch)
+        if epoch != NO_EPOCH:
+            tell(self._dataset, epoch)
         items: Iterable[Any] = iter(self._dataset)
         while True:
             for part in self._parts:

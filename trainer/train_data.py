@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from . import checks
 from .ahead import Ahead
 from .config import TrainerConfig
-from .data import Loader, requests
+from .data import Loader, requests, tell
 from .order import Order, Permutation, drawn, sequence
 from .plan import Plan, Window
 from .randomness import ORDER, SAMPLE, mix, seed_generators
@@ -102,6 +102,8 @@ class TrainData:
     def windows(self, state: TrainerState) -> Iterator[tuple[Window, Iterable[Any]]]:
         """The windows that remain of the current epoch, each with this rank's batches."""
         epoch, start = state.epoch, state.epoch_samples
+        if self.options.get("num_workers"):  # an evaluation's workers begin as copies of what is here
+            tell(self._dataset, epoch)
         if self._is_stream:
             self._passed = self._passed if start else 0
             for window, of_stream in self._stream.windows(epoch, start, self._passed):
@@ -120,14 +122,14 @@ class TrainData:
         """What the counters do not tell: windows of a stream that shards itself may be short anywhere in the epoch."""
         return {"epoch_windows": self._passed, "shards": self._shards} if self.shards_itself else {}
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def check_shards(self, state: Mapping[str, Any]) -> None:
         """ValueError where a stream that shards itself would be continued in other shards than it was begun in."""
-        saved = state.get("shards", self._shards)
-        if self.shards_itself and saved != self._shards and state["state"]["epoch_samples"]:
+        saved, own = state.get("shards"), self._shards if self.shards_itself else None
+        if saved != own and state.get("state", {}).get("epoch_samples"):
             raise ValueError(
-                f"the checkpoint was written within an epoch of a stream that shards itself, read by {_readers(saved)}, and is "
-                f"to be continued by {_readers(self._shards)}, which would repeat some samples and leave out others: resume "
-                "with as many, or from a checkpoint of an epoch's end"
+                f"the checkpoint was written within an epoch of {_readers(saved)}, and is to be continued with "
+                f"{_readers(own)}, which would repeat some samples and leave out others: resume with the same, or from a "
+                "checkpoint of an epoch's end"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,7 +138,7 @@ class TrainData:
     @property
     def _shards(self) -> list[int]:
         """How many ranks and workers of each read."""
-        return [self._cut.world_size, self.options.get("num_workers", 0)]
+        return [self._cut.world_size, max(1, self.options.get("num_workers", 0))]
 
     def _order(self, epoch: int) -> Order:
         if self._sampler is not None:
@@ -155,8 +157,10 @@ class TrainData:
         return indices.tolist()
 
 
-def _readers(shards: Sequence[int]) -> str:
-    return f"{shards[0]} ranks with {shards[1]} workers each"
+def _readers(shards: Sequence[int] | None) -> str:
+    if shards is None:
+        return "data that is shared out"
+    return f"a stream that shards itself over {shards[0]} ranks, {shards[1]} readers each"
 
 
 def _is_gpu(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -35,14 +36,19 @@ def backward_zeros(wrapped: nn.Module) -> None:
         wrapped.module, wrapped.require_forward_param_sync = model, kept
 
 
-def is_reduced(wrapped: nn.Module) -> bool:
-    """Whether the last backward has reduced every gradient; DDP itself says so in the next forward only."""
+def unreduced(wrapped: nn.Module) -> list[int]:
+    """The places, among the trainable parameters, of those whose gradients the last backward has left unreduced.
+
+    DDP says so itself, but in its next forward only.
+    """
     if isinstance(wrapped, DistributedDataParallel):
         try:
-            wrapped.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return False
-    return True
+            wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if (listed := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))) is None:
+                raise
+            return list(map(int, listed[1].split()))
+    return []
 
 
 def let_go(wrapped: DistributedDataParallel) -> None:
