@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -57,13 +58,14 @@ class Checkpoint(Callback):
         self._files = CheckpointFolder(folder)
         self._async_write = async_write
         self._on_error = on_error
-        self._has_written = False
+        self._written_for: weakref.ref[DDPTrainer] | None = None
         self._every_steps = every_steps
         self._every_epochs = every_epochs
         self._every_seconds = math.inf if every_minutes is None else 60 * every_minutes
         self._saved_at = 0.0
         self._keep_last = keep_last
         self._monitor = monitor
+        self._mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
         self._best = self._best_on_disk = math.inf
         self._is_best = False
@@ -97,7 +99,9 @@ class Checkpoint(Callback):
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         self._files.sweep()
-        fresh = trainer.state.samples == 0 and not self._has_written  # and no step file is there
+        fresh = trainer.state.samples == 0 and not self._has_written(trainer)  # and no step file is there
+        if fresh:  # it may have watched another run before
+            self._best = self._best_on_disk = math.inf
         if fresh and self._monitor is not None and self.best_path.exists():
             self._move_best_aside()
         self._saved_at = time.monotonic()
@@ -160,23 +164,27 @@ class Checkpoint(Callback):
             self._files.unlock()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best}
+        return {"monitor": self._monitor, "mode": self._mode, "best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best = self._best_on_disk = state["best"]
+        same = (state["monitor"], state["mode"]) == (self._monitor, self._mode)  # the best of another metric is not this one's
+        self._best = self._best_on_disk = state["best"] if same else math.inf
 
     def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
         found, step, begun = self._files.steps(), trainer.state.step, trainer.state.samples > 0
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"Checkpoint: {self.folder} is a file; give it a folder, to be made if need be")
-        if not found or self._has_written or (begun and self._files.holds(step, trainer.model)):
+        if not found or self._has_written(trainer) or (begun and self._files.holds(step, trainer.model)):
             return
         words = f"a run that goes on from step {step} of another folder" if begun else "a new run"
         raise FileExistsError(
             f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}), and this is {words}: continue "
             f"that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"
         )
+
+    def _has_written(self, trainer: DDPTrainer) -> bool:
+        return self._written_for is not None and self._written_for() is trainer
 
     def _move_best_aside(self) -> None:
         """A kill may have left it before the run's first step file; or it is all that was kept of another run."""
@@ -188,7 +196,7 @@ class Checkpoint(Callback):
 
     def _save(self, names: list[str], trainer: DDPTrainer) -> None:
         step, best = trainer.state.step, self._best
-        parameters = list(self._files.parameters(trainer.model))
+        parameters = [key for key, value in self._files.parameters(trainer.model).items() if value.requires_grad]
 
         def write(content: Mapping[str, Any]) -> None:
             if not _all_finite([content["model"][name] for name in parameters if name in content["model"]]):
@@ -199,7 +207,7 @@ class Checkpoint(Callback):
             self._best_on_disk = best
             self._retire(step)
 
-        self._has_written = True
+        self._written_for = weakref.ref(trainer)
         if self._async_write:
             self._tolerate(self._files.wait)  # for the file before; if that failed, this one is written all the same
             self._files.write_behind(trainer.state_dict(), write)

@@ -46,18 +46,23 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.mode = mode
         self.min_delta = float(min_delta)
-        self.best = math.inf if mode == "min" else -math.inf
+        self._forget()
+        self._warned = False
+        self._has_evaluated = False
+
+    def _forget(self) -> None:
+        self.best = math.inf if self.mode == "min" else -math.inf
         """The best value so far."""
         self.count = 0
         """Evaluations in a row without improvement."""
-        self._warned = False
-        self._has_evaluated = False
 
     def before_fit(self, trainer: DDPTrainer) -> None:
         if not trainer.eval_sets:
             raise ValueError(f"EarlyStopping monitors {self.monitor!r} of an evaluation: pass eval_data to the trainer")
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
+        if trainer.state.window == 0:  # it may have watched another run before
+            self._forget()
         self._has_evaluated = trainer.finished  # then no evaluation is to come
 
     def on_fit_end(self, trainer: DDPTrainer) -> None:
@@ -94,7 +99,9 @@ class EarlyStopping(Callback):
         return value > self.best + self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "count": self.count}
+        return {"monitor": self.monitor, "mode": self.mode, "best": self.best, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.count = float(state["best"]), int(state["count"])
+        self._forget()
+        if (state["monitor"], state["mode"]) == (self.monitor, self.mode):  # the best of another metric is not this one's
+            self.best, self.count = float(state["best"]), int(state["count"])

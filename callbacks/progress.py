@@ -112,19 +112,14 @@ def _print(line: str) -> None:
 
 
 def _is_over(trainer: DDPTrainer) -> bool:
-    state, config = trainer.state, trainer.config
-    if state.stop_reason is not None:
-        return True
-    if trainer.total_steps is not None and state.step >= trainer.total_steps:
-        return True
-    return config.epochs is not None and state.epoch >= config.epochs
+    return trainer.state.stop_reason is not None or trainer.finished
 
 
 def _epochs(trainer: DDPTrainer) -> int | None:
     """Epochs that the run will see, the last one perhaps not to its end; None if that is unknown."""
     if trainer.total_steps is not None and trainer.steps_per_epoch is not None:
         return math.ceil(trainer.total_steps / trainer.steps_per_epoch)
-    return trainer.config.epochs
+    return trainer.config.last_epoch
 
 
 def _of(total: int | None) -> str:

@@ -159,3 +159,20 @@ def test_without_evaluation_data_the_run_does_not_begin(ranks: Ranks) -> None:
             "ValueError",
             "EarlyStopping monitors 'loss' of an evaluation: pass eval_data to the trainer",
         )
+
+
+def test_another_run_is_watched_afresh() -> None:
+    callback = EarlyStopping("loss", patience=3)
+    callback.best, callback.count = -1e9, 2
+    toy_trainer(8, eval_numbers=[1.0], callbacks=[callback], batch_size=2).fit()
+    assert callback.best > -1e9
+    assert callback.count == 0
+
+
+@pytest.mark.parametrize(("monitor", "mode", "kept"), [("loss", "min", True), ("other", "min", False), ("loss", "max", False)])
+def test_the_best_of_another_metric_is_not_taken_over(monitor: str, mode: Any, kept: bool) -> None:
+    before, after = EarlyStopping("loss", patience=3), EarlyStopping(monitor, patience=3, mode=mode)
+    play(before, [0.5, 0.75])
+    after.load_state_dict(before.state_dict())
+    fresh = EarlyStopping(monitor, patience=3, mode=mode)
+    assert (after.best, after.count) == ((0.5, 1) if kept else (fresh.best, 0))

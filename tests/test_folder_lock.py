@@ -424,3 +424,29 @@ def test_a_trainer_fits_twice(tmp_path: Path) -> None:
     trainer.load_state_dict(start)
     assert trainer.fit().step == 4
     assert listing(tmp_path) == [name(2), name(4)]
+
+
+def test_another_run_may_not_use_the_folder_by_way_of_the_same_callback(tmp_path: Path) -> None:
+    """It would remove what the first has written beyond its own first step."""
+    checkpoints = Checkpoint(tmp_path, every_steps=1)
+    toy_trainer(8, batch_size=2, callbacks=[checkpoints]).fit()
+    before = listing(tmp_path)
+    with pytest.raises(FileExistsError, match="already holds checkpoints of a run"):
+        toy_trainer(8, batch_size=2, callbacks=[checkpoints]).fit()
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(("monitor", "mode", "written"), [("loss", "min", False), ("loss", "max", True), ("more", "min", True)])
+def test_the_best_of_another_metric_is_not_taken_over(tmp_path: Path, monitor: str, mode: Any, written: bool) -> None:
+    class More(DDPTrainer):
+        def eval_step(self, model: Any, batch: Any) -> Any:
+            return {"loss": self.state.step - 4.0, "more": self.state.step}
+
+    def fit(epochs: int, **options: Any) -> None:
+        checkpoints = Checkpoint(tmp_path, **options)
+        trainer = toy_trainer(4, kind=More, eval_numbers=[1.0], batch_size=2, epochs=epochs, callbacks=[checkpoints])
+        trainer.fit(resume_from=tmp_path)
+
+    fit(1, monitor="loss")
+    fit(2, monitor=monitor, mode=mode)
+    assert checkpoint.read(tmp_path / "best.pt")["state"]["step"] == (4 if written else 2)

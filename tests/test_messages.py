@@ -222,6 +222,22 @@ def test_ranks_that_make_different_calls_are_told_so(ranks: Ranks) -> None:
         assert outcome.seconds < 20
 
 
+def test_ranks_that_go_on_from_different_places_are_told_so(ranks: Ranks) -> None:
+    """E-10: a state that only rank 0 has loaded."""
+
+    def run() -> None:
+        with toy_trainer(8, batch_size=2, max_steps=1) as before:
+            before.fit()
+            state = before.state_dict()
+        with toy_trainer(8, batch_size=2) as trainer:
+            if trainer.world.is_main:
+                trainer.load_state_dict(state)
+            trainer.fit()
+
+    for outcome in ranks.outcomes(2, run):
+        assert "different calls: fit after step 1, sample 4 on rank 0; fit on rank 1. Every rank" in outcome.message
+
+
 def test_a_call_on_a_closed_world_is_told_so(ranks: Ranks) -> None:
     def late(call: str) -> str:
         with toy_trainer(8, batch_size=2) as trainer:
@@ -487,6 +503,25 @@ def test_a_prediction_of_a_whole_batch_is_refused() -> None:
 
     with pytest.raises(ValueError, match="predict_step must return a row for each sample of the batch; found a 0-dim tensor"):
         toy_trainer(8, kind=Averages, batch_size=2).predict(Numbers(5))
+
+
+@pytest.mark.parametrize("output", [0.5, "text", np.array(0.5), {"a": 3}, ([1], object())])
+def test_a_prediction_that_could_not_be_joined_by_sample_is_refused(output: Any) -> None:
+    class One(DDPTrainer):
+        def predict_step(self, model: nn.Module, batch: Any) -> Any:
+            return output
+
+    with pytest.raises(ValueError, match="predict_step must return"):
+        toy_trainer(8, kind=One, batch_size=2).predict(Numbers(5))
+
+
+def test_ranks_that_predict_on_datasets_of_other_lengths_are_told_so(ranks: Ranks) -> None:
+    def run() -> None:
+        with toy_trainer(8, batch_size=2) as trainer:
+            trainer.predict(Numbers(10 - trainer.world.rank))
+
+    for outcome in ranks.outcomes(2, run):
+        assert "the ranks predict on datasets of [9, 10] samples: pass the same one on every rank" in outcome.message
 
 
 def test_ranks_with_other_parts_of_the_data_are_told_so(ranks: Ranks) -> None:

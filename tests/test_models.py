@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -239,6 +241,23 @@ def test_a_run_told_to_warn_goes_on_with_parameters_that_are_not_finite() -> Non
     assert len(recorder.reports) == 3
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_frozen_may_be_infinite_as_a_mask_is(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    class Masked(Toy):
+        def __init__(self) -> None:
+            super().__init__(torch.float32)
+            self.mask = nn.Parameter(torch.full((), -math.inf), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.mask.exp()
+
+    def run() -> int:
+        return train(Masked(), 4, callbacks=[Checkpoint(tmp_path)], log_every=1).state.step
+
+    assert ranks(world_size, run) == [4 // world_size] * world_size
+    assert list(tmp_path.glob("step-*.pt"))
+
+
 def test_an_infinite_loss_that_leaves_the_parameters_alone_only_warns() -> None:
     class Shifted(Toy):
         def forward(self, x: Tensor) -> Tensor:
@@ -319,7 +338,8 @@ def test_predictions_come_in_dataset_order_on_rank_0_alone(ranks: Ranks) -> None
     class Trainer(DDPTrainer):
         def predict_step(self, model: nn.Module, batch: Any) -> Any:
             doubled = 2 * batch[0]
-            return {"doubled": doubled, "names": [f"sample {int(value)}" for value in batch[0]], "pair": (doubled, batch[0])}
+            names = [f"sample {int(value)}" for value in batch[0]]
+            return {"doubled": doubled, "names": names, "pair": (doubled, batch[0]), "array": doubled.numpy()}
 
     def run() -> list[Any]:
         model = Toy(torch.float32)
@@ -334,3 +354,5 @@ def test_predictions_come_in_dataset_order_on_rank_0_alone(ranks: Ranks) -> None
             assert found["doubled"].tolist() == [2.0 * number for number in range(size)]
             assert found["names"] == [f"sample {number}" for number in range(size)]
             assert found["pair"][1].tolist() == list(map(float, range(size)))
+            assert isinstance(found["array"], np.ndarray)
+            assert found["array"].tolist() == found["doubled"].tolist()

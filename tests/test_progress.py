@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import struct
 import sys
@@ -11,11 +12,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, TextIO, cast
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 from tqdm import tqdm
 
 from callbacks import ProgressBar, progress
-from tests.helpers import Ranks, toy_trainer
-from trainer import Callback, DDPTrainer
+from tests.helpers import Ranks, Toy, mean_of_outputs, toy_trainer
+from trainer import Callback, DDPTrainer, TrainerConfig
 
 
 class FakeBar(tqdm):  # type: ignore[type-arg]
@@ -219,3 +222,23 @@ def test_lines_written_through_tqdm_leave_the_bar_whole(ranks: Ranks) -> None:
     lines = [line.rpartition("\r")[2].strip() for line in shown.replace("\r\n", "\n").split("\n")]
     assert lines[:3] == ["line 1", "line 2", "line 3"]
     assert "3/3" in lines[3]
+
+
+@pytest.mark.parametrize("config", [{}, {"precision": "fp16"}], ids=["fp32", "fp16"])
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+def test_no_bar_is_opened_for_an_epoch_that_never_comes(ranks: Ranks, config: dict[str, Any]) -> None:
+    """Of a stream, whose total is unknown; and where an update was skipped."""
+
+    class Items(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([(torch.tensor(value), torch.tensor(0.0)) for value in (1.0, math.inf if config else 1.0, 1.0)])
+
+    def run() -> int:
+        model = Toy(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        settings = TrainerConfig(batch_size=1, log_every=1, **config)
+        trainer = DDPTrainer(model, optimizer, Items(), loss_fn=mean_of_outputs, config=settings, callbacks=[ProgressBar()])
+        on_terminal(trainer.fit, FakeBar)
+        return len(FakeBar.made)
+
+    assert ranks(1, run) == [1]

@@ -429,3 +429,12 @@ def test_a_rank_that_never_has_a_sample_hears_of_the_others_bad_losses(ranks: Ra
     assert (step, other) == (4, (4, []))
     assert len(said) == 1
     assert "the loss was not finite at step 2 on rank 0" in said[0]
+
+
+def test_a_loss_over_items_keeps_the_key_of_its_speed_to_itself() -> None:
+    class Own(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            return {"loss": Mean(model(batch[0]).sum(), 2), "items_per_second": torch.tensor(1.0)}
+
+    with pytest.raises(ValueError, match="the key 'items_per_second', under which the trainer reports its own"):
+        toy_trainer(8, kind=Own, batch_size=2).fit()

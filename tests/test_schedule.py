@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.helpers import Numbers, Ranks, Recorder, Toy, mean_of_outputs
+from tests.helpers import Numbers, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, World
 
 Scheduler = Callable[[Optimizer, int], LRScheduler]
@@ -191,6 +191,20 @@ def test_a_callable_gets_optimizer_and_total_steps_when_the_trainer_is_built() -
         assert calls == [((optimizer, 9), {})]
         assert trainer.total_steps == 9
         assert isinstance(trainer.scheduler, LambdaLR)
+
+
+def test_a_class_of_the_user_s_own_is_as_good_as_a_function() -> None:
+    class Warmup(torch.optim.lr_scheduler.LambdaLR):
+        def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+            self.steps = steps
+            super().__init__(optimizer, lambda step: (step + 1) / steps)
+
+    trainer = toy_trainer(8, batch_size=2)
+    made = DDPTrainer(
+        trainer.model, trainer.optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=Warmup, config=trainer.config
+    ).scheduler
+    assert isinstance(made, Warmup)
+    assert made.steps == 4
 
 
 def test_a_schedule_sized_by_total_steps_reaches_its_end(ranks: Ranks) -> None:

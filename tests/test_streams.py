@@ -374,3 +374,70 @@ def test_gradients_of_a_stream_travel_once_a_step(ranks: Ranks) -> None:
         return state.step, len(reductions)
 
     assert ranks(2, run) == [(3, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "workers", "size", "batch"), [(3, 0, 10, 2), (2, 0, 5, 2), (1, 2, 5, 2), (2, 2, 7, 3), (4, 0, 10, 9)]
+)
+def test_a_window_of_a_stream_that_shards_itself_is_the_global_batch(
+    ranks: Ranks, world_size: int, workers: int, size: int, batch: int
+) -> None:
+    """As long as every reader has items; and each of them is trained on once."""
+    length = 4 * size
+
+    def run() -> tuple[list[float], list[int]]:
+        sizes = []
+
+        class Sizes(Keeper):
+            def optimizer_step(self) -> None:
+                sizes.append(self.state.samples)
+                super().optimizer_step()
+
+        model = Toy()
+        options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        trainer = Sizes(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            Sharded([length] * world_size, World.from_env().rank),
+            loader_options=options,
+            config=TrainerConfig(global_batch_size=size, batch_size=batch),
+        )
+        trainer.fit()
+        return vars(trainer)["seen"], sizes
+
+    found = ranks(world_size, run, timeout=60)
+    assert sorted(number for seen, _ in found for number in seen) == sorted(
+        100.0 * rank + place for rank in range(world_size) for place in range(length)
+    )
+    for _, sizes in found:
+        assert sizes[:5] == [0, size, 2 * size, 3 * size, 4 * size][: len(sizes)]
+
+
+def test_a_window_too_small_for_every_shard_is_refused(ranks: Ranks) -> None:
+    def run() -> None:
+        keeper(Sharded([4] * 3, World.from_env().rank), global_batch_size=2, batch_size=1).fit()
+
+    for outcome in ranks.outcomes(3, run, timeout=30):
+        assert "at least one sample for each process; found 2 for 3 processes: set global_batch_size to 3" in outcome.message
+
+
+def test_a_window_that_was_interrupted_is_trained_on_by_the_next_fit() -> None:
+    """Of a stream that shards itself, whose place no counter tells."""
+
+    class Breaks(Keeper):
+        broken = False
+
+        def training_step(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+            if self.state.step == 2 and not self.broken:
+                self.broken = True
+                raise KeyboardInterrupt
+            return super().training_step(model, batch)
+
+    model = Toy()
+    data = Sharded([10], 0)
+    trainer = Breaks(model, torch.optim.SGD(model.parameters(), lr=0.01), data, config=TrainerConfig(batch_size=2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert trainer.state_dict()["epoch_windows"] == 2
+    trainer.fit()
+    assert vars(trainer)["seen"] == list(map(float, range(10)))

@@ -20,6 +20,7 @@ from torch import nn
 from tests.helpers import Ranks, Recorder, toy_trainer
 from trainer import World, launch
 from trainer.launch import Launch, agree_on_key
+from trainer.parcel import pack
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
 
@@ -630,3 +631,13 @@ def test_a_copy_of_a_world_is_that_world(ranks: Ranks) -> None:
         return copy.deepcopy([world])[0] is world and all(item["world"] is world for item in sent)
 
     assert ranks(2, copies) == [True, True]
+
+
+def test_a_view_travels_without_the_rest_of_its_storage(ranks: Ranks) -> None:
+    def run() -> tuple[int, float]:
+        large = torch.arange(1_000_000.0)
+        return len(pack([large[:3], large[999_999:]])), World.from_env().gather(large[7:9])[0].sum().item()
+
+    for length, total in ranks(2, run):
+        assert length < 5_000
+        assert total == 15.0

@@ -49,7 +49,10 @@ class Callback:
         """After the last step of an epoch; means over the epoch's samples. Not for an epoch that was cut short."""
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
-        """Once per step, last of all: everything is settled. The only place to write a checkpoint."""
+        """Once per step, last of all: everything is settled. The only place to write a checkpoint.
+
+        What a callback changes of its own state here is in the file if it stands before the one that writes it.
+        """
 
     def on_fit_end(self, trainer: DDPTrainer) -> None:
         """Once, when `fit` ends: as planned or stopped, but not after an error."""

@@ -137,7 +137,7 @@ class DDPTrainer(Steps):
         self.world.ready("fit")
         end = partial(told, trainer=self, hooks=self._hooks, agreement=self._agreement)
         try:
-            with calling("fit", self.world, end), torch.enable_grad():
+            with calling("fit", self.world, end, self.state), torch.enable_grad():
                 self._begin(resume_from)
                 while not (self.finished or self.state.stop_reason is not None):
                     self._fit_epoch()

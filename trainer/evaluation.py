@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -83,30 +84,38 @@ def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: M
                 output = to_device(trainer.predict_step(trainer.model, batch), torch.device("cpu"))
             _check_rows(output)
             outputs.append(output)
+    if len(lengths := set(world.gather(length))) > 1:
+        raise ValueError(f"the ranks predict on datasets of {sorted(lengths)} samples: pass the same one on every rank")
     gathered = world.gather_on_main(outputs)
     return None if gathered is None else joined([output for part in gathered for output in part])
 
 
 def _check_rows(output: Any) -> None:
-    """ValueError for a number of a whole batch: what joining them gives would depend on how the data was split."""
+    """ValueError for one thing of a whole batch: what joining them gives would depend on how the data was split."""
     if isinstance(output, (Mapping, tuple)):
         for part in output.values() if isinstance(output, Mapping) else output:
             _check_rows(part)
-    if isinstance(output, Tensor) and output.ndim == 0:
-        raise ValueError("predict_step must return a row for each sample of the batch; found a 0-dim tensor")
+    elif output is not None and not isinstance(output, (Tensor, np.ndarray, list)):
+        raise ValueError(
+            "predict_step must return tensors, arrays or lists with a row for each sample of the batch, or tuples and mappings "
+            f"of them; found {type(output).__name__}"
+        )
+    elif isinstance(output, (Tensor, np.ndarray)) and output.ndim == 0:
+        kind = "tensor" if isinstance(output, Tensor) else "array"
+        raise ValueError(f"predict_step must return a row for each sample of the batch; found a 0-dim {kind}")
 
 
 def joined(outputs: list[Any]) -> Any:
     """Batches of outputs as one, in order.
 
-    Tensors along their first dimension (a list of samples where their other dimensions differ), lists one after another,
-    tuples and mappings field by field.
+    Tensors and arrays along their first dimension (a list of samples where their other dimensions differ), lists one after
+    another, tuples and mappings field by field.
     """
     first = outputs[0]
-    if isinstance(first, Tensor):
+    if isinstance(first, (Tensor, np.ndarray)):
         if len({output.shape[1:] for output in outputs}) > 1:
             return [sample for output in outputs for sample in output]
-        return torch.cat(outputs)
+        return torch.cat(outputs) if isinstance(first, Tensor) else np.concatenate(outputs)
     if isinstance(first, Mapping):
         return {key: joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, tuple):

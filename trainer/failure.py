@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .agreement import StopAgreement
     from .callback import Dispatcher
     from .ddp_trainer import DDPTrainer
+    from .state import TrainerState
     from .world import World
 
 _HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
@@ -36,15 +37,18 @@ _PHASES = {  # by the function that was running, innermost first
 
 
 @contextmanager
-def calling(call: str, world: World, told: Callable[[BaseException], BaseException]) -> Iterator[None]:
-    """A call that every rank must make, and what is raised in it as `told` has it.
+def calling(
+    call: str, world: World, told: Callable[[BaseException], BaseException], state: TrainerState | None = None
+) -> Iterator[None]:
+    """A call that every rank must make, from the same `state`, and what is raised in it as `told` has it.
 
     Raises RuntimeError on every rank where they make different ones. An error of an evaluation in `fit` is told by that.
     """
     outer, world.running_call = world.running_call, call
     try:
         if outer is None:
-            _check_calls(call, world)
+            place = f" after step {state.step}, sample {state.samples}" if state is not None and state.samples else ""
+            _check_calls(call + place, world)
         yield
     except BaseException as raised:
         error = told(raised) if outer is None or call == "fit" else raised
@@ -100,7 +104,7 @@ def _check_calls(call: str, world: World) -> None:
         found = "; ".join(f"{call} on rank {where}" for call, where in ranks.items())
         raise RuntimeError(
             f"the ranks have made different calls: {found}. Every rank must make the same ones in the same order: is there an "
-            "`if rank == 0` around one of them?"
+            "`if rank == 0` around one of them, or around a load_state_dict?"
         )
 
 

@@ -46,6 +46,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, Tensor):
             return None
         value, dtype = value.detach().cpu(), None
+        if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
+            value = value.clone()  # of a view the whole storage would travel
         if value.dtype not in _RESTORED:
             value, dtype = value.contiguous().view(_PLAIN[value.element_size()]), value.dtype
         return value.__reduce_ex__(2), dtype

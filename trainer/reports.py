@@ -53,7 +53,8 @@ class Reporter:
 
     def add(self, values: Mapping[str, Tensor | float | Mean], samples: int) -> None:
         """One micro-batch of this rank's. Raises ValueError for a key that every report has anyway, or that others lack."""
-        if self._keys is None and (clash := [key for key in values if key in _OWN or str(key).startswith("lr/")]):
+        own = _OWN | {"items_per_second"} if isinstance(values["loss"], Mean) else _OWN
+        if self._keys is None and (clash := [key for key in values if key in own or str(key).startswith("lr/")]):
             raise ValueError(f"training_step returned the key {clash[0]!r}, under which the trainer reports its own: rename it")
         if self._keys is not None and not self._sums.keys:  # this rank had no sample when the keys were agreed on
             agree_on_keys([self._keys, *[()] * (self._world.rank - 1), tuple(values)], "training_step")
@@ -87,7 +88,7 @@ class Reporter:
             self._keys = agree_on_keys(self._world.gather(self._sums.keys), "training_step")
             self._since_report = self._since_epoch = [0.0] * (2 * len(self._keys))
         parameters, size = self._replica.parameters, self._world.size
-        parts = [torch.stack([_broken(parameters), empty_windows]), self._sums.take(self._keys)]
+        parts = [torch.stack([_broken(self._replica.trainable), empty_windows]), self._sums.take(self._keys)]
         if size > 1:
             parts.append(checksum.words(parameters))
         summed = iter(self._world.sum(torch.cat(parts)).tolist())  # the only wait for the device, while losses are finite

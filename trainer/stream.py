@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -135,8 +135,10 @@ class _Reader(IterableDataset[Batches]):
 class ShardedStream:
     """The windows of an IterableDataset that shards itself over ranks and workers.
 
-    Each rank takes its share of a window, ``window_size / W`` items, from its own stream, as long as that lasts. How many
-    there are on all ranks, and whether any has more, is one small message per window.
+    Each rank takes its share of a window from its own stream, as long as that lasts; each worker gives whole shares, in turn.
+    How many items there are on all ranks, and whether any has more, is one small message per window.
+
+    Raises ValueError where a window is too small for every rank to have a share: some would never be read.
     """
 
     def __init__(
@@ -152,21 +154,24 @@ class ShardedStream:
         collate = options.pop("collate_fn", None) or default_collate
         self._cut = cut
         self._add_up = add_up
-        share = -(-cut.window_size // cut.world_size)
-        self._parts = [len(part) for part in chunks(range(share), cut.batch_size)]
-        self._source = _Shard(dataset, collate, self._parts)
+        if cut.window_size < cut.world_size:
+            raise ValueError(
+                f"a stream that shards itself needs a global batch of at least one sample for each process; found "
+                f"{cut.window_size} for {cut.world_size} processes: set global_batch_size to {cut.world_size} or more"
+            )
+        share = range(cut.rank, cut.window_size, cut.world_size)
+        self._source = _Shard(dataset, collate, [len(part) for part in chunks(share, cut.batch_size)])
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
 
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """As `Stream.windows`; `passed`: the windows before `start`, which may have been short."""
         self._source.place[:] = torch.tensor([epoch, start])
-        own = islice(iter(self._loader), passed * len(self._parts), None)
-        ahead = list(islice(own, 1))
+        own = islice(iter(self._loader), passed, None)
+        ahead = next(own, None)
         while True:
-            mine = list(islice(chain(ahead, own), len(self._parts)))
-            ahead = list(islice(own, 1))
+            mine, ahead = ahead or [], next(own, None)
             count = sum(size for size, _ in mine)
-            total, more = self._add_up(torch.tensor([count, len(ahead)], dtype=torch.int64)).tolist()
+            total, more = self._add_up(torch.tensor([count, ahead is not None], dtype=torch.int64)).tolist()
             whole = total == self._cut.window_size or not self._cut.drop_last
             if total == 0 or not whole:
                 return
@@ -175,8 +180,8 @@ class ShardedStream:
                 return
 
 
-class _Shard(IterableDataset[tuple[int, Any]]):
-    """One worker's part of a stream that shards itself, in micro-batches with their sizes."""
+class _Shard(IterableDataset[list[tuple[int, Any]]]):
+    """One worker's part of a stream that shards itself: a rank's shares of windows, in micro-batches with their sizes."""
 
     def __init__(self, dataset: IterableDataset[Any], collate: Callable[[list[Any]], Any], parts: list[int]) -> None:
         self._dataset = dataset
@@ -184,14 +189,10 @@ class _Shard(IterableDataset[tuple[int, Any]]):
         self._parts = parts
         self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
         epoch = int(self.place[0])
         if epoch != NO_EPOCH:
             tell(self._dataset, epoch)
-        items: Iterable[Any] = iter(self._dataset)
-        while True:
-            for part in self._parts:
-                batch = list(islice(items, part))
-                if not batch:
-                    return
-                yield len(batch), self._collate(batch)
+        items = iter(self._dataset)
+        while share := [batch for part in self._parts if (batch := list(islice(items, part)))]:
+            yield [(len(batch), self._collate(batch)) for batch in share]

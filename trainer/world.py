@@ -122,12 +122,12 @@ class World:
         return cls._open if cls._open is not None and cls._open._process == os.getpid() else None
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype and shape."""
+        """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype, shape and device."""
         self.ready("World.sum")
-        total = values.detach().clone()
+        total = values.detach().to(self.device, copy=True)  # NCCL takes no tensor of the CPU
         if self.size > 1:
             dist.all_reduce(total)
-        return total
+        return total.to(values.device)
 
     def gather(self, value: T) -> list[T]:
         """Every rank's `value`, in rank order, on every rank. Other scripts call it ``dist_gather``.
