@@ -53,8 +53,7 @@ class Reporter:
 
     def add(self, values: Mapping[str, Tensor | float | Mean], samples: int) -> None:
         """One micro-batch of this rank's. Raises ValueError for a key that every report has anyway, or that others lack."""
-        own = _OWN | {"items_per_second"} if isinstance(values["loss"], Mean) else _OWN
-        if self._keys is None and (clash := [key for key in values if key in own or str(key).startswith("lr/")]):
+        if self._keys is None and (clash := _own_keys(values)):
             raise ValueError(f"training_step returned the key {clash[0]!r}, under which the trainer reports its own: rename it")
         if self._keys is not None and not self._sums.keys:  # this rank had no sample when the keys were agreed on
             agree_on_keys([self._keys, *[()] * (self._world.rank - 1), tuple(values)], "training_step")
@@ -171,6 +170,12 @@ class Reporter:
         if self._world.is_main and subject not in self._warned:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             self._warned.add(subject)
+
+
+def _own_keys(values: Mapping[str, Tensor | float | Mean]) -> list[str]:
+    """Of the keys, those under which the trainer reports its own."""
+    own = _OWN | {"items_per_second"} if isinstance(values["loss"], Mean) else _OWN
+    return [key for key in values if key in own or str(key).startswith("lr/")]
 
 
 def _broken(parameters: list[nn.Parameter]) -> Tensor:
