@@ -28,7 +28,7 @@ class Checkpoint(Callback):
     files stay; an older one goes only after the new one is safe.
 
     With `monitor`, a key of the evaluation, the best one so far is kept as ``best.pt`` besides, written after the evaluation that
-    reached it. `mode`: "min" or "max". Ties and NaN are not better. Parameters that are not finite are never saved.
+    reached it. `mode`: "min" or "max". Ties and NaN are not better. Trained parameters that are not finite are never saved.
 
     With `async_write` training waits only for a copy of the state in host memory, as large as the file; a thread writes it, one
     at a time, and `fit` returns when the last one is safe. What a file cannot be written for (OSError) is raised at the next
@@ -68,7 +68,7 @@ class Checkpoint(Callback):
         self._mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
         self._best = self._best_on_disk = math.inf
-        self._is_best = False
+        self._is_best = self._is_of_another = False
         self._warned = False
         self._has_evaluated = self._made_folder = False
 
@@ -102,8 +102,9 @@ class Checkpoint(Callback):
         fresh = trainer.state.samples == 0 and not self._has_written(trainer)  # and no step file is there
         if fresh:  # it may have watched another run before
             self._best = self._best_on_disk = math.inf
-        if fresh and self._monitor is not None and self.best_path.exists():
+        if (fresh or self._is_of_another) and self._monitor is not None and self.best_path.exists():
             self._move_best_aside()
+        self._is_of_another = False
         self._saved_at = time.monotonic()
         self._is_best = False
         self._has_evaluated = trainer.finished  # then no evaluation is to come
@@ -167,8 +168,9 @@ class Checkpoint(Callback):
         return {"monitor": self._monitor, "mode": self._mode, "best": self._best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        same = (state["monitor"], state["mode"]) == (self._monitor, self._mode)  # the best of another metric is not this one's
-        self._best = self._best_on_disk = state["best"] if same else math.inf
+        saved = (state.get("monitor", self._monitor), state.get("mode", self._mode))
+        self._is_of_another = saved != (self._monitor, self._mode)  # whose best is not this one's
+        self._best = self._best_on_disk = math.inf if self._is_of_another else state["best"]
 
     def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
@@ -187,12 +189,12 @@ class Checkpoint(Callback):
         return self._written_for is not None and self._written_for() is trainer
 
     def _move_best_aside(self) -> None:
-        """A kill may have left it before the run's first step file; or it is all that was kept of another run."""
+        """A kill may have left it before the run's first step file; or it is all that was kept of another run, or metric."""
         number = 1
         while (aside := self.folder / f"best-{number}.pt").exists():
             number += 1
         self.best_path.rename(aside)
-        _log.warning("%s is of an earlier run, and this one starts afresh; moved it to %s", self.best_path, aside)
+        _log.warning("%s is of an earlier run or metric, and this one starts afresh; moved it to %s", self.best_path, aside)
 
     def _save(self, names: list[str], trainer: DDPTrainer) -> None:
         step, best = trainer.state.step, self._best

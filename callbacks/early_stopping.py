@@ -102,6 +102,6 @@ class EarlyStopping(Callback):
         return {"monitor": self.monitor, "mode": self.mode, "best": self.best, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._forget()
-        if (state["monitor"], state["mode"]) == (self.monitor, self.mode):  # the best of another metric is not this one's
+        self._forget()  # the best of another metric is not this one's
+        if (state.get("monitor", self.monitor), state.get("mode", self.mode)) == (self.monitor, self.mode):
             self.best, self.count = float(state["best"]), int(state["count"])

@@ -450,3 +450,4 @@ def test_the_best_of_another_metric_is_not_taken_over(tmp_path: Path, monitor: s
     fit(1, monitor="loss")
     fit(2, monitor=monitor, mode=mode)
     assert checkpoint.read(tmp_path / "best.pt")["state"]["step"] == (4 if written else 2)
+    assert (tmp_path / "best-1.pt").exists() is written

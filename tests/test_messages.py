@@ -505,7 +505,9 @@ def test_a_prediction_of_a_whole_batch_is_refused() -> None:
         toy_trainer(8, kind=Averages, batch_size=2).predict(Numbers(5))
 
 
-@pytest.mark.parametrize("output", [0.5, "text", np.array(0.5), {"a": 3}, ([1], object())])
+@pytest.mark.parametrize(
+    "output", [0.5, "text", np.array(0.5), {"a": 3}, ([1, 2], object()), [1, 2, 3], torch.zeros(1, 2), np.zeros((3, 2))]
+)
 def test_a_prediction_that_could_not_be_joined_by_sample_is_refused(output: Any) -> None:
     class One(DDPTrainer):
         def predict_step(self, model: nn.Module, batch: Any) -> Any:
@@ -513,6 +515,37 @@ def test_a_prediction_that_could_not_be_joined_by_sample_is_refused(output: Any)
 
     with pytest.raises(ValueError, match="predict_step must return"):
         toy_trainer(8, kind=One, batch_size=2).predict(Numbers(5))
+
+
+def test_a_part_of_a_prediction_that_is_none_is_none_however_it_is_split() -> None:
+    class Half(DDPTrainer):
+        def predict_step(self, model: nn.Module, batch: Any) -> Any:
+            return batch[0], None
+
+    for size in (2, 5):
+        values, nothing = toy_trainer(8, kind=Half, batch_size=size).predict(Numbers(5))
+        assert (values.tolist(), nothing) == ([0.0, 1.0, 2.0, 3.0, 4.0], None)
+
+
+def test_the_default_prediction_of_texts_is_refused() -> None:
+    """A batch of them is a list, of which the first is no batch of inputs."""
+    with pytest.raises(ValueError, match=r"a tensor of shape \(1,\) for 2 samples"):
+        toy_trainer(8, nn.Sequential(_Length()), batch_size=2).predict(["a", "bc", "d"])  # type: ignore[arg-type]
+
+
+class _Length(Toy):
+    def forward(self, text: Any) -> Any:
+        return torch.tensor([float(len(text))])
+
+
+def test_ranks_that_predict_with_other_weights_are_told_so(ranks: Ranks) -> None:
+    def run() -> None:
+        with toy_trainer(8, batch_size=2) as trainer:
+            nn.init.constant_(trainer.model.w, float(trainer.world.rank))  # type: ignore[arg-type]
+            trainer.predict(Numbers(4))
+
+    for outcome in ranks.outcomes(2, run):
+        assert "parameters have drifted apart by step 0: w. " in outcome.message
 
 
 def test_ranks_that_predict_on_datasets_of_other_lengths_are_told_so(ranks: Ranks) -> None:

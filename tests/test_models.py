@@ -55,8 +55,11 @@ def test_unused_parameters_are_named_before_the_optimizer_moves(ranks: Ranks, wo
         assert "find_unused_parameters" in message
 
 
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 @pytest.mark.parametrize("skipping", [(0, 1), (1,)], ids=["all", "one"])
-def test_a_parameter_that_is_unused_later_on_is_named_before_the_optimizer_moves(ranks: Ranks, skipping: tuple[int, ...]) -> None:
+def test_a_parameter_that_is_unused_later_on_is_named_before_the_optimizer_moves(
+    ranks: Ranks, skipping: tuple[int, ...], debug: str
+) -> None:
     """I-05: DDP itself would say so a step later, of gradients that differ between the ranks."""
 
     class Later(DDPTrainer):
@@ -69,17 +72,17 @@ def test_a_parameter_that_is_unused_later_on_is_named_before_the_optimizer_moves
 
         def __init__(self) -> None:
             super().__init__(torch.float32)
-            self.head = nn.Parameter(torch.zeros(()))
+            self.heads = nn.ParameterDict({"7": nn.Parameter(torch.zeros(()))})
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.head * x if self.uses else super().forward(x)
+            return super().forward(x) + self.heads["7"] * x if self.uses else super().forward(x)
 
     def run() -> None:
         train(Sometimes(), 10, kind=Later, log_every=10)
 
-    outcomes = ranks.outcomes(2, run, timeout=30)
+    outcomes = ranks.outcomes(2, run, timeout=30, env={"TORCH_DISTRIBUTED_DEBUG": debug})
     for rank in skipping:
-        assert "does not depend on head, so" in outcomes[rank].message
+        assert "does not depend on heads.7, so" in outcomes[rank].message
         assert "find_unused_parameters" in outcomes[rank].message
     assert not any(outcome.ok for outcome in outcomes)
 

@@ -199,12 +199,19 @@ def test_a_class_of_the_user_s_own_is_as_good_as_a_function() -> None:
             self.steps = steps
             super().__init__(optimizer, lambda step: (step + 1) / steps)
 
-    trainer = toy_trainer(8, batch_size=2)
-    made = DDPTrainer(
-        trainer.model, trainer.optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=Warmup, config=trainer.config
-    ).scheduler
-    assert isinstance(made, Warmup)
-    assert made.steps == 4
+    class Mine(torch.optim.lr_scheduler.StepLR):
+        pass
+
+    def made(kind: Any) -> Any:
+        trainer = toy_trainer(8, batch_size=2)
+        return DDPTrainer(
+            trainer.model, trainer.optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=kind, config=trainer.config
+        ).scheduler
+
+    assert made(Warmup).steps == 4
+    for kind in (Mine, torch.optim.swa_utils.SWALR):  # made as torch makes them: the steps would be taken for something else
+        with pytest.raises(TypeError, match="whose second argument is"):
+            made(kind)
 
 
 def test_a_schedule_sized_by_total_steps_reaches_its_end(ranks: Ranks) -> None:

@@ -425,19 +425,31 @@ def test_a_window_that_was_interrupted_is_trained_on_by_the_next_fit() -> None:
     """Of a stream that shards itself, whose place no counter tells."""
 
     class Breaks(Keeper):
-        broken = False
+        broken = 0
 
         def training_step(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-            if self.state.step == 2 and not self.broken:
-                self.broken = True
+            if self.state.step == 2 and self.broken < 2:
+                self.broken += 1
                 raise KeyboardInterrupt
             return super().training_step(model, batch)
 
+    class Data(Sharded):
+        breaks = False
+
+        def __iter__(self) -> Iterator[Pair]:
+            for place, item in enumerate(super().__iter__()):
+                if self.breaks and place == 3:
+                    self.breaks = False
+                    raise KeyboardInterrupt
+                yield item
+
     model = Toy()
-    data = Sharded([10], 0)
+    data = Data([10], 0)
     trainer = Breaks(model, torch.optim.SGD(model.parameters(), lr=0.01), data, config=TrainerConfig(batch_size=2))
-    with pytest.raises(KeyboardInterrupt):
-        trainer.fit()
-    assert trainer.state_dict()["epoch_windows"] == 2
+    for breaks in (False, True, False):  # also while it passes over what was trained on
+        data.breaks = breaks
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        assert trainer.state_dict()["epoch_windows"] == 2
     trainer.fit()
     assert vars(trainer)["seen"] == list(map(float, range(10)))

@@ -33,7 +33,7 @@ class StopAgreement:
         self._is_open = False
 
     def open(self, step: int) -> None:
-        """Start listening to wishes, and to signals, after `step` steps."""
+        """Start listening to wishes, and to signals, after `step` steps, skipped updates among them."""
         self._is_open = True
         self._wish: str | None = None
         self._last_step, self._last_time = step, time.monotonic()

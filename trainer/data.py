@@ -141,8 +141,9 @@ def tell(dataset: Any, epoch: int) -> None:
     elif isinstance(dataset, Subset):
         tell(dataset.dataset, epoch)
     elif isinstance(dataset, (ConcatDataset, ChainDataset, StackDataset)):
-        parts = dataset.datasets
-        for part in parts.values() if isinstance(parts, dict) else parts:
+        parts: Any = dataset.datasets
+        parts = parts.values() if isinstance(parts, dict) else parts
+        for part in [] if isinstance(parts, Iterator) else parts:  # which would be empty afterwards
             tell(part, epoch)
 
 

@@ -224,7 +224,7 @@ class DDPTrainer(Steps):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values and tensors (not copied). On rank 0, where the callbacks are, it is complete."""
-        return snapshot.take(self, self._run_config(), self._precision, self._hooks) | self._train.state_dict()
+        return snapshot.take(self, self._run_config(), self._precision, self._hooks) | self._train.state_dict(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, the same on every rank. ValueError, with nothing changed, where it does not fit."""
@@ -334,7 +334,7 @@ class DDPTrainer(Steps):
         self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)
         self._weighting = Weighting(self.world, uneven=self._train.shards_itself)
         self._reporter = Reporter(self.world, self._replica, self.config)
-        self._agreement.open(self.state.step)
+        self._agreement.open(self.state.window)
         self._hooks.take_over(self.world.run_on_main(lambda: self._hooks.on_fit_start(self)))
 
     def _report(self) -> dict[str, float]:

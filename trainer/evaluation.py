@@ -78,31 +78,41 @@ def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: M
     own = range(world.rank * length // world.size, (world.rank + 1) * length // world.size)
     outputs = []
     with _evaluating(trainer, parts):
-        for number, (_, batch) in enumerate(_of_shares(trainer, dataset, options, list(chunks(own, size)))):
+        for number, (samples, batch) in enumerate(_of_shares(trainer, dataset, options, list(chunks(own, size)))):
             batch = _prepared(trainer, batch, number)
             with parts.precision.autocast():
                 output = to_device(trainer.predict_step(trainer.model, batch), torch.device("cpu"))
-            _check_rows(output)
+            _check_rows(output, samples)
             outputs.append(output)
-    if len(lengths := set(world.gather(length))) > 1:
+    lengths, fingerprints = map(set, zip(*world.gather((length, parts.replica.fingerprint())), strict=True))
+    if len(lengths) > 1:
         raise ValueError(f"the ranks predict on datasets of {sorted(lengths)} samples: pass the same one on every rank")
+    if len(fingerprints) > 1:
+        parts.replica.raise_drift(trainer.state.step)
     gathered = world.gather_on_main(outputs)
     return None if gathered is None else joined([output for part in gathered for output in part])
 
 
-def _check_rows(output: Any) -> None:
-    """ValueError for one thing of a whole batch: what joining them gives would depend on how the data was split."""
+def _check_rows(output: Any, samples: int) -> None:
+    """ValueError for what has no row for each sample: what joining them gives would depend on how the data was split."""
     if isinstance(output, (Mapping, tuple)):
         for part in output.values() if isinstance(output, Mapping) else output:
-            _check_rows(part)
-    elif output is not None and not isinstance(output, (Tensor, np.ndarray, list)):
-        raise ValueError(
-            "predict_step must return tensors, arrays or lists with a row for each sample of the batch, or tuples and mappings "
-            f"of them; found {type(output).__name__}"
-        )
-    elif isinstance(output, (Tensor, np.ndarray)) and output.ndim == 0:
+            _check_rows(part, samples)
+        return
+    found = ""
+    if isinstance(output, (Tensor, np.ndarray)):
         kind = "tensor" if isinstance(output, Tensor) else "array"
-        raise ValueError(f"predict_step must return a row for each sample of the batch; found a 0-dim {kind}")
+        if output.ndim == 0:
+            found = f"a 0-dim {kind}"
+        elif len(output) != samples:
+            found = f"a {kind} of shape {tuple(output.shape)} for {samples} samples"
+    elif isinstance(output, list):
+        if len(output) != samples:
+            found = f"a list of {len(output)} for {samples} samples"
+    elif output is not None:
+        found = f"{type(output).__name__} (tensors, arrays, lists, and tuples and mappings of them have rows)"
+    if found:
+        raise ValueError(f"predict_step must return a row for each sample of the batch; found {found}")
 
 
 def joined(outputs: list[Any]) -> Any:
@@ -112,6 +122,8 @@ def joined(outputs: list[Any]) -> Any:
     another, tuples and mappings field by field.
     """
     first = outputs[0]
+    if first is None:
+        return None
     if isinstance(first, (Tensor, np.ndarray)):
         if len({output.shape[1:] for output in outputs}) > 1:
             return [sample for output in outputs for sample in output]
@@ -121,7 +133,7 @@ def joined(outputs: list[Any]) -> Any:
     if isinstance(first, tuple):
         values = [joined(list(column)) for column in zip(*outputs, strict=True)]
         return first._make(values) if hasattr(first, "_make") else type(first)(values)
-    return [sample for output in outputs for sample in (output if isinstance(output, list) else [output])]
+    return [sample for output in outputs for sample in output]
 
 
 def _of_shares(

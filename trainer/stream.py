@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -135,8 +135,8 @@ class _Reader(IterableDataset[Batches]):
 class ShardedStream:
     """The windows of an IterableDataset that shards itself over ranks and workers.
 
-    Each rank takes its share of a window from its own stream, as long as that lasts; each worker gives whole shares, in turn.
-    How many items there are on all ranks, and whether any has more, is one small message per window.
+    Each rank takes its share of a window from its own stream, as long as that lasts. How many items there are on all ranks, and
+    whether any has more, is one small message per window.
 
     Raises ValueError where a window is too small for every rank to have a share: some would never be read.
     """
@@ -152,7 +152,6 @@ class ShardedStream:
     ) -> None:
         options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
-        self._cut = cut
         self._add_up = add_up
         if cut.window_size < cut.world_size:
             raise ValueError(
@@ -160,20 +159,23 @@ class ShardedStream:
                 f"{cut.window_size} for {cut.world_size} processes: set global_batch_size to {cut.world_size} or more"
             )
         share = range(cut.rank, cut.window_size, cut.world_size)
-        self._source = _Shard(dataset, collate, [len(part) for part in chunks(share, cut.batch_size)])
+        parts = [len(part) for part in chunks(share, cut.batch_size)]
+        # Workers take turns: where micro-batches differ in size, each gives whole shares.
+        self._turns, turn = (len(parts), parts[:1]) if len(set(parts)) == 1 else (1, parts)
+        self._source = _Shard(dataset, collate, turn)
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
 
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """As `Stream.windows`; `passed`: the windows before `start`, which may have been short."""
         self._source.place[:] = torch.tensor([epoch, start])
-        own = islice(iter(self._loader), passed, None)
-        ahead = next(own, None)
+        own = islice(iter(self._loader), passed * self._turns, None)
+        ahead = list(islice(own, 1))
         while True:
-            mine, ahead = ahead or [], next(own, None)
+            mine = list(chain.from_iterable(islice(chain(ahead, own), self._turns)))
+            ahead = list(islice(own, 1))
             count = sum(size for size, _ in mine)
-            total, more = self._add_up(torch.tensor([count, ahead is not None], dtype=torch.int64)).tolist()
-            whole = total == self._cut.window_size or not self._cut.drop_last
-            if total == 0 or not whole:
+            total, more = self._add_up(torch.tensor([count, len(ahead)], dtype=torch.int64)).tolist()
+            if total == 0:
                 return
             yield Window(total, tuple(range(size) for size, _ in mine), last=more == 0), [batch for _, batch in mine]
             if more == 0:
@@ -181,7 +183,7 @@ class ShardedStream:
 
 
 class _Shard(IterableDataset[list[tuple[int, Any]]]):
-    """One worker's part of a stream that shards itself: a rank's shares of windows, in micro-batches with their sizes."""
+    """One worker's part of a stream that shards itself: turn by turn, its micro-batches with their sizes."""
 
     def __init__(self, dataset: IterableDataset[Any], collate: Callable[[list[Any]], Any], parts: list[int]) -> None:
         self._dataset = dataset
@@ -194,5 +196,5 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
         if epoch != NO_EPOCH:
             tell(self._dataset, epoch)
         items = iter(self._dataset)
-        while share := [batch for part in self._parts if (batch := list(islice(items, part)))]:
-            yield [(len(batch), self._collate(batch)) for batch in share]
+        while turn := [batch for part in self._parts if (batch := list(islice(items, part)))]:
+            yield [(len(batch), self._collate(batch)) for batch in turn]

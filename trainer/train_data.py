@@ -50,8 +50,7 @@ class TrainData:
         self._is_stream = isinstance(dataset, IterableDataset)
         self.shards_itself = self._is_stream and bool(getattr(dataset, "sharded", False))
         """Whether the dataset is a stream of which each rank and worker reads its own part."""
-        self._begun, self._begun_at = 0, -1  # windows of a stream's current epoch, and the position of the last of them
-        self._state = TrainerState()
+        self._place = (0, 0)  # in a stream: windows of the epoch before the last that was begun, and the position of that
         if self._is_stream:
             checks.check_stream(dataset, sampler, config)
         elif dataset is not None:
@@ -106,9 +105,10 @@ class TrainData:
         if self.options.get("num_workers"):  # an evaluation's workers begin as copies of what is here
             tell(self._dataset, epoch)
         if self._is_stream:
-            self._begun, self._state = self._windows_passed if start else 0, state
-            for window, of_stream in self._stream.windows(epoch, start, self._begun):
-                self._begun, self._begun_at = self._begun + 1, state.epoch_samples
+            passed = self._windows_passed(state) if start else 0
+            self._place = (passed, start)
+            for number, (window, of_stream) in enumerate(self._stream.windows(epoch, start, passed), passed):
+                self._place = (number, state.epoch_samples)
                 yield window, of_stream
             return
         windows, ahead = tee(self._plan.windows(start))
@@ -119,9 +119,9 @@ class TrainData:
         for window in windows:
             yield window, islice(batches, len(window.micro_batches))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, state: TrainerState) -> dict[str, Any]:
         """What the counters do not tell: windows of a stream that shards itself may be short anywhere in the epoch."""
-        return {"epoch_windows": self._windows_passed, "shards": self._shards} if self.shards_itself else {}
+        return {"epoch_windows": self._windows_passed(state), "shards": self._shards} if self.shards_itself else {}
 
     def check_shards(self, state: Mapping[str, Any]) -> None:
         """ValueError where a stream that shards itself would be continued in other shards than it was begun in."""
@@ -134,13 +134,12 @@ class TrainData:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._begun = state.get("epoch_windows", state["state"]["epoch_samples"] // self.window_size)
-        self._begun_at = -1
+        self._place = (state.get("epoch_windows", 0), state["state"]["epoch_samples"])
 
-    @property
-    def _windows_passed(self) -> int:
+    def _windows_passed(self, state: TrainerState) -> int:
         """Of a stream's current epoch; one that an error interrupted, which has moved no counter, is none."""
-        return self._begun - (self._state.epoch_samples == self._begun_at)
+        before, position = self._place
+        return before + (state.epoch_samples != position)
 
     @property
     def _shards(self) -> list[int]:

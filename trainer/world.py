@@ -124,7 +124,7 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype, shape and device."""
         self.ready("World.sum")
-        total = values.detach().to(self.device, copy=True)  # NCCL takes no tensor of the CPU
+        total = values.detach().to(values.device if self.size == 1 else self.device, copy=True)  # NCCL takes none of the CPU
         if self.size > 1:
             dist.all_reduce(total)
         return total.to(values.device)

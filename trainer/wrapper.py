@@ -45,7 +45,7 @@ def unreduced(wrapped: nn.Module) -> list[int]:
         try:
             wrapped._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
-            if (listed := re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))) is None:
+            if (listed := re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))) is None:
                 raise
             return list(map(int, listed[1].split()))
     return []
