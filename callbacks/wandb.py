@@ -43,7 +43,7 @@ class WeightsAndBiases(Callback):
     ) -> None:
         spec = find_spec("wandb")
         if spec is None or spec.origin is None:  # a folder "wandb" with a run's files passes for a package without one
-            raise ModuleNotFoundError("WeightsAndBiases needs the package wandb: pip install ddp-trainer[wandb]", name="wandb")
+            raise ModuleNotFoundError("WeightsAndBiases needs the package wandb: pip install wandb", name="wandb")
         for argument, value in (("project", project), ("name", name)):
             if not isinstance(value, str | None):
                 raise TypeError(f"{argument} must be a text or None; found {value!r}")

@@ -3,8 +3,8 @@
     python examples/mnist.py
     torchrun --standalone --nproc-per-node 2 examples/mnist.py
 
-Both take the same optimizer steps, each on 32 images over all processes, and end with the same line. 10,000 training
-and 2,000 test images come with the repository; `--full` downloads all of MNIST.
+Both take the same optimizer steps, each on 32 images over all processes, and end with the same line up to rounding,
+with `--float64` to the digit. 10,000 training and 2,000 test images come with the repository; `--full` downloads all of MNIST.
 """
 
 import argparse

@@ -588,3 +588,15 @@ def test_rows_of_tensors_are_those_that_the_samples_would_be_over_many_batches()
         trainer.fit()
     assert len(seen["TensorDataset"]) == 151
     assert seen["TensorDataset"] == seen["StackDataset"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_indices_of_a_subset_may_count_from_the_end(ranks: Ranks, workers: int) -> None:
+    def run() -> float:
+        data, model = Subset(TensorDataset(torch.arange(8.0), torch.zeros(8)), [-1, 3, -8, -2]), ValueToy(torch.float32)
+        options = {"num_workers": workers}
+        optimizer = SGD(model.parameters(), lr=1.0)
+        config = TrainerConfig(eval_batch_size=2)
+        return DDPTrainer(model, optimizer, loss_fn=mean_of_outputs, loader_options=options, config=config).evaluate(data)["loss"]
+
+    assert ranks(1, run) == [(7 + 3 + 0 + 6) / 4]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import math
 import os
 import random
 import signal
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import trainer.folder
 from callbacks import Checkpoint, JSONLines
-from tests.helpers import Ranks, toy_trainer
+from tests.helpers import Ranks, Toy, toy_trainer
 from trainer import Callback, CheckpointError, CheckpointFolder, DDPTrainer, checkpoint
 
 LIMIT = 20.0  # seconds, for what must come at once
@@ -451,3 +453,23 @@ def test_the_best_of_another_metric_is_not_taken_over(tmp_path: Path, monitor: s
     fit(2, monitor=monitor, mode=mode)
     assert checkpoint.read(tmp_path / "best.pt")["state"]["step"] == (4 if written else 2)
     assert (tmp_path / "best-1.pt").exists() is written
+
+
+def test_a_model_that_saves_a_part_of_itself_goes_on_in_its_folder(tmp_path: Path) -> None:
+    """An adapter beside a base that is not saved, with a parameter that is not a number and never was."""
+
+    class Adapter(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+            self.unused = torch.nn.Parameter(torch.tensor([1.0, math.nan]), requires_grad=False)
+
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            return {key: value for key, value in super().state_dict(*args, **options).items() if key != "base"}
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            return super().load_state_dict(state, strict=False, assign=assign)
+
+    for epochs in (1, 2):
+        trainer = toy_trainer(8, Adapter(), batch_size=2, epochs=epochs, callbacks=[Checkpoint(tmp_path)])
+        assert trainer.fit(resume_from=tmp_path).step == 4 * epochs

@@ -211,6 +211,23 @@ def test_a_rank_whose_shard_is_empty_joins_an_item_weighted_run(ranks: Ranks, tm
     assert ranks(2, run, timeout=30) == [[right] * (1 + (right >= 3))] * 2
 
 
+def test_a_count_may_have_one_dimension_and_a_graph(ranks: Ranks) -> None:
+    class Counted(TokenTrainer):
+        def training_step(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
+            tokens = torch.cat(batch)
+            count = (torch.ones(len(tokens), dtype=torch.float64, requires_grad=True)).sum(0, keepdim=True)
+            return {"loss": Mean(model(tokens).sum().reshape(1), count)}
+
+    def run() -> float:
+        model = Toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        data, config = Documents([[1.0, 2.0], [6.0]]), TrainerConfig(batch_size=1, shuffle=False)
+        Counted(model, optimizer, data, loader_options={"collate_fn": list}, config=config).fit()
+        return model.w.item()
+
+    assert ranks(2, run) == [-3.0] * 2
+
+
 def test_a_window_without_items_takes_a_step_with_zero_gradients_and_warns(ranks: Ranks) -> None:
     def run() -> tuple[int, list[float]]:
         trainer = token_trainer(Toy(), [[], [], [2.0], [4.0]], batch_size=1)

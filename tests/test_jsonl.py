@@ -169,7 +169,8 @@ def test_the_file_is_closed_after_an_error(ranks: Ranks, tmp_path: Path) -> None
 def test_a_summary_computed_with_numpy_is_logged_monitored_and_saved(tmp_path: Path) -> None:
     class Perplexity(DDPTrainer):
         def summarize(self, means: dict[str, float]) -> dict[str, float]:
-            return {**means, "perplexity": np.exp(means["loss"]), "half": np.float32(0.5), "count": np.int64(3)}
+            others = {"half": np.float32(0.5), "count": np.int64(3), "is": np.bool_(True)}
+            return {**means, "perplexity": np.exp(means["loss"]), **others}
 
     callbacks = [
         JSONLines(tmp_path / "log.jsonl"),

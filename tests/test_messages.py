@@ -238,6 +238,20 @@ def test_ranks_that_go_on_from_different_places_are_told_so(ranks: Ranks) -> Non
         assert "different calls: fit after step 1, sample 4 on rank 0; fit on rank 1. Every rank" in outcome.message
 
 
+@pytest.mark.parametrize("built", [True, False], ids=["at construction", "in a call"])
+def test_ranks_with_their_evaluations_in_another_order_are_told_so(ranks: Ranks, built: bool) -> None:
+    def run() -> None:
+        world, model = World.from_env(), Toy()
+        sets = {name: Numbers(4) for name in ("ab" if world.is_main else "ba")}
+        options: Any = {"eval_data": sets} if built else {}
+        trainer = DDPTrainer(model, torch.optim.SGD(model.parameters(), lr=1.0), loss_fn=mean_of_outputs, **options)
+        trainer.evaluate(sets)
+
+    told = "the order of eval_data is ['a', 'b'] on rank 0, ['b', 'a'] on rank 1"
+    for outcome in ranks.outcomes(2, run):
+        assert (told if built else "evaluate of a, b on rank 0; evaluate of b, a on rank 1") in outcome.message
+
+
 def test_a_call_on_a_closed_world_is_told_so(ranks: Ranks) -> None:
     def late(call: str) -> str:
         with toy_trainer(8, batch_size=2) as trainer:

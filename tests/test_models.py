@@ -359,3 +359,44 @@ def test_predictions_come_in_dataset_order_on_rank_0_alone(ranks: Ranks) -> None
             assert found["pair"][1].tolist() == list(map(float, range(size)))
             assert isinstance(found["array"], np.ndarray)
             assert found["array"].tolist() == found["doubled"].tolist()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("samples", [8, 5])
+def test_sparse_gradients_train_alike_at_one_process_and_more(ranks: Ranks, kind: Any, samples: int) -> None:
+    """Also where a rank has no share of the last window."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = kind(6, 3, sparse=True, dtype=torch.float64)
+            self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x.long().reshape(-1, 1) % 6).reshape(-1, 3) * (x.reshape(-1, 1) + 1) + self.bias
+
+    def run() -> list[list[float]]:
+        model = Words()
+        config = TrainerConfig(epochs=2, global_batch_size=4, batch_size=1, shuffle=False)
+        trainer = DDPTrainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Numbers(samples), loss_fn=mean_of_outputs, config=config
+        )
+        trainer.fit()
+        return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+    wanted = ranks(1, run)[0]
+    for world_size in (2, 3):
+        for found in ranks(world_size, run):
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def test_names_of_the_wrapped_model_are_explained(ranks: Ranks) -> None:
+    class Penalty(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            old = dict(self.model.named_parameters())
+            return model(batch[0]).mean() + sum((value - old[name]).sum() for name, value in model.named_parameters())
+
+    with pytest.raises(KeyError, match=r"module\.w.*begin with module\.; take those of self\.model"):
+        train(Toy(torch.float32), 4, kind=Penalty)

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -335,6 +335,32 @@ def test_without_a_seed_a_sampler_is_drawn_on_rank_0(ranks: Ranks) -> None:
 
     for order in joined(ranks(2, run)):
         assert sorted(order) == [0, 2, 4, 6, 7]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_without_a_seed_an_epoch_that_was_left_is_gone_on_with_in_its_order(ranks: Ranks, sampled: bool) -> None:
+    def run() -> list[int]:
+        class Stops(Watched):
+            kept: ClassVar[list[int]] = []
+
+            def training_step(self, model: nn.Module, batch: Any) -> Any:
+                if self.state.step in (2, 5):
+                    self.stop("for now")
+                self.kept.extend(map(int, batch[0]))
+                return super().training_step(model, batch)
+
+        World.from_env()
+        model = ValueToy()
+        config = TrainerConfig(batch_size=1, seed=None, log_every=1)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        sampler = RandomSampler(range(16)) if sampled else None
+        trainer = Stops(model, optimizer, Numbers(16), loss_fn=mean_of_outputs, sampler=sampler, config=config)
+        for _ in range(3):
+            trainer.fit()
+        return Stops.kept
+
+    found = ranks(2, run)
+    assert sorted(found[0] + found[1]) == list(range(16))
 
 
 def test_a_sampler_that_no_seed_reaches_is_one_order_on_all_ranks_too(ranks: Ranks) -> None:

@@ -453,3 +453,50 @@ def test_a_window_that_was_interrupted_is_trained_on_by_the_next_fit() -> None:
         assert trainer.state_dict()["epoch_windows"] == 2
     trainer.fit()
     assert vars(trainer)["seen"] == list(map(float, range(10)))
+
+
+class NoisyShards(Sharded):
+    """Its items are random numbers, of all generators, from a shuffle buffer."""
+
+    def __iter__(self) -> Iterator[Pair]:
+        buffer: list[float] = []
+        for _ in super().__iter__():
+            buffer.append(torch.rand(()).item() + np.random.rand() + random.random())
+            if len(buffer) == 3:
+                yield pair(buffer.pop(random.randrange(3)))
+        yield from map(pair, buffer)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_stream_draws_that_shards_itself_follows_from_rank_worker_and_place(
+    ranks: Ranks, tmp_path: Path, workers: int
+) -> None:
+    """No two readers, and no two epochs, draw the same; a resumed run draws what the whole one does. So does an evaluation."""
+
+    def train(folder: Path, after: int | None) -> tuple[list[float], dict[str, float]]:
+        options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+        torch.manual_seed(after or 0)
+        model, rank = Toy(), World.from_env().rank
+        trainer = Keeper(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            NoisyShards([9, 8], rank),
+            NoisyShards([5, 5], rank),
+            loader_options=options,
+            config=TrainerConfig(epochs=2, global_batch_size=4, batch_size=1, eval_every=1_000),
+            callbacks=[Checkpoint(folder, every_steps=1, keep_last=99)],
+        )
+        trainer.fit(resume_from=None if after is None else tmp_path / "whole" / f"step-{after:08d}.pt")
+        seen = vars(trainer).get("seen", [])
+        return list(seen), trainer.evaluate()
+
+    whole = ranks(2, train, tmp_path / "whole", None, timeout=60)
+    drawn = [number for seen, _ in whole for number in seen]
+    assert len(set(drawn)) == len(drawn) == 2 * 17
+    for after in (1, 3, 6):
+        for (seen, metrics), (wanted, wanted_metrics) in zip(
+            ranks(2, train, tmp_path / str(after), after, timeout=60), whole, strict=True
+        ):
+            assert seen == wanted[len(wanted) - len(seen) :]
+            assert 0 < len(seen) < len(wanted)
+            assert metrics == wanted_metrics

@@ -272,7 +272,7 @@ def test_without_the_package_the_error_says_what_to_install(
     monkeypatch.delitem(sys.modules, "wandb")
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)] if folder_of_a_run else [])
-    with pytest.raises(ModuleNotFoundError, match=r"pip install ddp-trainer\[wandb\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install wandb"):
         WeightsAndBiases()
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -272,7 +273,7 @@ def summarized(summarize: Callable[[dict[str, float]], Any], means: dict[str, fl
         found = "None (is a return missing?)" if metrics is None else _kind(metrics)
         raise TypeError(f"summarize must return the metrics, a dict of numbers by name; it returned {found}")
     for key, value in metrics.items():
-        if not isinstance(key, str) or not isinstance(value, (int, float, Real)):
+        if not isinstance(key, str) or not isinstance(value, (int, float, Real, np.bool_)):
             raise TypeError(
                 f"summarize must return numbers by name; found {key!r}: {value!r} ({_kind(value)}); float(...) makes one"
             )

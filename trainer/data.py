@@ -109,6 +109,8 @@ class _Batches(Dataset[Any]):
         while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         if type(dataset) is TensorDataset and self._collate is default_collate:
+            if min(indices) < 0:  # of a Subset: from the end, which index_select does not take
+                indices = [index + len(dataset) if index < 0 else index for index in indices]
             places = torch.from_numpy(np.array(indices))  # in less time than torch.tensor, and than indexing by a list
             return [tensor.index_select(0, places) for tensor in dataset.tensors]
         call, samples = "__getitems__", []

@@ -20,7 +20,7 @@ from .callback import Callback, Dispatcher
 from .capture import Capture
 from .config import TrainerConfig
 from .evaluation import Parts, evaluate, predict
-from .failure import calling, explained, told
+from .failure import calling, explained, place, told
 from .metrics import as_mapping
 from .plan import Window
 from .precision import Precision
@@ -44,7 +44,7 @@ class DDPTrainer(Steps):
 
     The loop of `fit`, with every hook in its place:
 
-        on_fit_start
+        before_fit of all callbacks, then on_fit_start
         for each epoch:
             before_epoch()                                          # every rank
             order = permutation(seed, epoch)                        # same on every rank, never stored whole
@@ -53,21 +53,21 @@ class DDPTrainer(Steps):
                     seed torch, random, numpy from (seed, window, micro-batch, rank)
                     loss = training_step(model, batch)["loss"]      # a mean over its samples
                     (loss * samples * world.size / window_samples).backward()       # DDP divides by world.size
-                clip; optimizer_step(); scheduler.step(); zero the gradients
+                clip; optimizer_step(); zero the gradients; scheduler.step()
                 step += 1; samples += ...; epoch += 1 after the epoch's last window # all counters before any hook
-                on_step(metrics)                                    # reduced at every log_every-th step, empty between
-                if evaluation is due:  evaluate; on_eval            # every eval_every steps, or at the epoch's end
+                on_step(metrics)                                    # reduced at every log_every-th and the last
+                if evaluation is due:  evaluate; on_eval            # every eval_every steps, or at the epoch's and run's end
                 if the epoch is over:  on_epoch_end
                 agree on stopping                                   # at reports, after on_eval and on_epoch_end
                 on_safe_point                                       # fires for the last step of every run
                 leave together if agreed
-        on_fit_end
+        on_fit_end                                                  # after an error on_exception
 
     Args:
         model: the bare module. It is moved to this rank's device and takes rank 0's weights.
         optimizer: built on ``model.parameters()``.
-        train_data: map-style dataset; may be None for a trainer that only evaluates.
-        eval_data: map-style dataset, or several by name.
+        train_data: map-style or iterable dataset; may be None for a trainer that only evaluates.
+        eval_data: map-style or iterable dataset, or several by name.
         loss_fn: ``loss_fn(model(inputs), targets)`` is the default step's loss: 0-dim, the mean over the samples.
         scheduler: an LRScheduler on `optimizer`, or a callable that makes one from ``(optimizer, total_steps)``.
         sampler: one global order over `train_data`, split over the ranks by the trainer; replaces shuffling.
@@ -137,7 +137,7 @@ class DDPTrainer(Steps):
         self.world.ready("fit")
         end = partial(told, trainer=self, hooks=self._hooks, agreement=self._agreement)
         try:
-            with calling("fit", self.world, end, self.state), torch.enable_grad():
+            with calling("fit", self.world, end, place(self.state)), torch.enable_grad():
                 self._begin(resume_from)
                 while not (self.finished or self.state.stop_reason is not None):
                     self._fit_epoch()
@@ -159,7 +159,7 @@ class DDPTrainer(Steps):
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
-        with calling("evaluate", self.world, partial(explained, trainer=self)):
+        with calling("evaluate", self.world, partial(explained, trainer=self), " of " * any(sets) + ", ".join(sets)):
             for name, dataset in sets.items():
                 means = checks.summarized(self.summarize, evaluate(self, self._parts, dataset, self._train.options))
                 metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
@@ -201,12 +201,12 @@ class DDPTrainer(Steps):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, known before `fit`; None without train_data."""
+        """Optimizer steps of the whole run, known before `fit`; None without train_data, and for a stream with epochs."""
         return self._train.total_steps
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of one epoch; None without train_data."""
+        """Optimizer steps of one epoch; None without train_data, and for a stream."""
         return self._train.steps_per_epoch
 
     @property

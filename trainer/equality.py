@@ -19,7 +19,7 @@ def agree(
 ) -> None:
     """Raise ValueError on every rank, naming rank and values, unless all ranks were given the same. Called on every rank."""
     sets = {f"eval_data {name}".strip(): data for name, data in eval_sets.items()}
-    mine: dict[str, Any] = {"the length of train_data": samples}
+    mine: dict[str, Any] = {"the length of train_data": samples, "the order of eval_data": list(eval_sets)}
     mine |= {f"the length of {name}": None if isinstance(data, IterableDataset) else len(data) for name, data in sets.items()}
     for name, data in {"train_data": train_data, **sets}.items():
         mine[f"a checksum of the indices of {name}"] = _of_indices(data)

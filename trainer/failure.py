@@ -36,18 +36,20 @@ _PHASES = {  # by the function that was running, innermost first
 }
 
 
+def place(state: TrainerState) -> str:
+    """From where a run goes on; empty at its start."""
+    return f" after step {state.step}, sample {state.samples}" if state.samples else ""
+
+
 @contextmanager
-def calling(
-    call: str, world: World, told: Callable[[BaseException], BaseException], state: TrainerState | None = None
-) -> Iterator[None]:
-    """A call that every rank must make, from the same `state`, and what is raised in it as `told` has it.
+def calling(call: str, world: World, told: Callable[[BaseException], BaseException], place: str = "") -> Iterator[None]:
+    """A call that every rank must make, with the same words on where or of what, and what is raised in it as `told` has it.
 
     Raises RuntimeError on every rank where they make different ones. An error of an evaluation in `fit` is told by that.
     """
     outer, world.running_call = world.running_call, call
     try:
         if outer is None:
-            place = f" after step {state.step}, sample {state.samples}" if state is not None and state.samples else ""
             _check_calls(call + place, world)
         yield
     except BaseException as raised:
@@ -90,6 +92,11 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
         text = (
             f"{error}: the model that training_step is given may be wrapped, and can only be called; its parts are self.model's. "
             "(It is the first argument: training_step(self, model, batch))"
+        )
+    elif isinstance(error, KeyError) and str(error).startswith("'module."):
+        text = (
+            f"{error}: the model that training_step is given may be wrapped, and then the names of its parameters begin with "
+            "module.; take those of self.model"
         )
     elif isinstance(error, RuntimeError):
         text = _of_memory(error, trainer)

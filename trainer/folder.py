@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import checkpoint
 from .checkpoint import UNFINISHED, CheckpointError
@@ -68,12 +68,13 @@ class CheckpointFolder:
 
     def holds(self, step: int, model: nn.Module) -> bool:
         """Whether a file here, the best one or that of `step`, has just the model's parameters after just that step."""
-        parameters = self.parameters(model)
+        saved_keys = checkpoint.plain_keys(model.state_dict()).keys()  # a model of its own kind may leave some out
+        parameters = {key: value for key, value in self.parameters(model).items() if key in saved_keys}
         for path in (self.folder / f"step-{step:08d}.pt", self.folder / "best.pt"):
             with suppress(CheckpointError):
                 saved = checkpoint.peek(path)
                 held = checkpoint.plain_keys(saved.get("model", {}))
-                same = all(key in held and torch.equal(value.cpu(), held[key]) for key, value in parameters.items())
+                same = all(key in held and _same(value.detach().cpu(), held[key]) for key, value in parameters.items())
                 if same and saved.get("state", {}).get("step") == step:
                     return True
         return False
@@ -194,6 +195,14 @@ def find(resume_from: str | Path) -> dict[str, Any] | None:
             "resume_from=%r holds no step-*.pt, so the run starts afresh; did you mean %r?", str(path), str(_of_run(others[0]))
         )
     return folder.newest()
+
+
+def _same(value: Tensor, saved: Tensor) -> bool:
+    """Whether a parameter has the value that was saved: in its own type, and NaN where that is NaN."""
+    saved = saved.to(value.dtype)
+    if torch.equal(value, saved) or value.shape != saved.shape:
+        return value.shape == saved.shape
+    return not ((value != saved) & ~(value.isnan() & saved.isnan())).any()
 
 
 def _of_run(path: Path) -> Path:

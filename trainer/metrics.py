@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,7 +102,7 @@ def scalar(value: Any, key: str) -> Tensor | float:
     """`value` as one number, without its graph. Raises ValueError or TypeError naming `key` for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach() if value.ndim == 0 else value.detach().reshape(())
-    if isinstance(value, (int, float, Real)):  # numpy's numbers are Real
+    if isinstance(value, (int, float, Real, np.bool_)):  # numpy's other numbers are Real
         return float(value)
     wanted = f"{key!r} must be a real scalar (0-dim tensor or number)"
     if isinstance(value, Tensor):

@@ -151,7 +151,8 @@ def _check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer) -> None:
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if theirs != ours:
         raise ValueError(
-            f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {ours}: build it as it was"
+            f"the checkpoint's optimizer has parameter groups of {theirs} parameters, this one of {ours}: build it as it was, "
+            "with all groups from the start (what before_epoch adds comes too late for a resume)"
         )
     _check_kind("optimizer", saved["param_groups"][0], optimizer.param_groups[0], optimizer)
 

@@ -42,7 +42,8 @@ class Steps:
 
         Or a mapping with ``loss`` and whatever else shall be reported: 0-dim tensors and numbers are means over the batch's
         samples, a `Mean` carries its own denominator. Compute the loss from `model`, the argument: it is the one whose gradients
-        are averaged over the ranks. Default: ``loss_fn(model(inputs), targets)`` for batches ``(inputs, targets)``.
+        are averaged over the ranks (it may be wrapped: take names and parts from ``self.model``). Default:
+        ``loss_fn(model(inputs), targets)`` for batches ``(inputs, targets)``.
         """
         if self.loss_fn is None:
             raise ValueError(checks.NO_LOSS_FN)
@@ -53,7 +54,8 @@ class Steps:
         """What to evaluate on one batch: a 0-dim tensor, or a mapping of values as in `training_step` (``loss`` is optional).
 
         An object with ``reset``, ``update`` and ``compute``, such as torchmetrics', may stand in the mapping too, the same every
-        time, once this step has updated it: it is computed over all samples on all ranks, then reset.
+        time, once this step has updated it: it is computed, then reset. torchmetrics' are combined over the ranks; one of your
+        own combines them in ``compute``, with `World.sum` or `World.gather`.
 
         `model` is the bare module, in evaluation mode, without gradients. Default: `training_step`. Override it where that does
         more than compute the loss: mixup or label smoothing there would leak into the evaluation.

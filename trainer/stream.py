@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -135,6 +135,8 @@ class _Reader(IterableDataset[Batches]):
 class ShardedStream:
     """The windows of an IterableDataset that shards itself over ranks and workers.
 
+    Random numbers of an item follow from (seed, epoch, rank, worker, position in that reader).
+
     Each rank takes its share of a window from its own stream, as long as that lasts. How many items there are on all ranks, and
     whether any has more, is one small message per window.
 
@@ -162,7 +164,7 @@ class ShardedStream:
         parts = [len(part) for part in chunks(share, cut.batch_size)]
         # Workers take turns: where micro-batches differ in size, each gives whole shares.
         self._turns, turn = (len(parts), parts[:1]) if len(set(parts)) == 1 else (1, parts)
-        self._source = _Shard(dataset, collate, turn)
+        self._source = _Shard(dataset, collate, turn, cut.rank, seed, purpose)
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
 
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
@@ -173,8 +175,8 @@ class ShardedStream:
         while True:
             mine = list(chain.from_iterable(islice(chain(ahead, own), self._turns)))
             ahead = list(islice(own, 1))
-            count = sum(size for size, _ in mine)
-            total, more = self._add_up(torch.tensor([count, len(ahead)], dtype=torch.int64)).tolist()
+            samples = sum(size for size, _ in mine)
+            total, more = self._add_up(torch.tensor([samples, len(ahead)], dtype=torch.int64)).tolist()
             if total == 0:
                 return
             yield Window(total, tuple(range(size) for size, _ in mine), last=more == 0), [batch for _, batch in mine]
@@ -185,16 +187,38 @@ class ShardedStream:
 class _Shard(IterableDataset[list[tuple[int, Any]]]):
     """One worker's part of a stream that shards itself: turn by turn, its micro-batches with their sizes."""
 
-    def __init__(self, dataset: IterableDataset[Any], collate: Callable[[list[Any]], Any], parts: list[int]) -> None:
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        collate: Callable[[list[Any]], Any],
+        parts: list[int],
+        rank: int,
+        seed: int | None,
+        purpose: int,
+    ) -> None:
         self._dataset = dataset
         self._collate = collate
         self._parts = parts
+        self._rank = rank
+        self._seed = seed
+        self._purpose = purpose
         self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
-        epoch = int(self.place[0])
-        if epoch != NO_EPOCH:
-            tell(self._dataset, epoch)
-        items = iter(self._dataset)
+        items = self._items(int(self.place[0]))
         while turn := [batch for part in self._parts if (batch := list(islice(items, part)))]:
             yield [(len(batch), self._collate(batch)) for batch in turn]
+
+    def _items(self, epoch: int) -> Iterator[Any]:
+        if epoch != NO_EPOCH:
+            tell(self._dataset, epoch)
+        info = get_worker_info()
+        worker, items = 0 if info is None else info.id, None
+        for position in count():
+            if self._seed is not None:
+                seed_generators(mix(self._purpose, self._seed, epoch, self._rank, worker, position))
+            items = iter(self._dataset) if items is None else items
+            try:
+                yield next(items)
+            except StopIteration:
+                return

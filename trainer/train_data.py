@@ -50,6 +50,8 @@ class TrainData:
         self._is_stream = isinstance(dataset, IterableDataset)
         self.shards_itself = self._is_stream and bool(getattr(dataset, "sharded", False))
         """Whether the dataset is a stream of which each rank and worker reads its own part."""
+        self._order_seed = config.seed
+        self._drawn: tuple[int, list[int]] = (-1, [])  # an epoch, and what the sampler gave for it
         self._place = (0, 0)  # in a stream: windows of the epoch before the last that was begun, and the position of that
         if self._is_stream:
             checks.check_stream(dataset, sampler, config)
@@ -93,7 +95,8 @@ class TrainData:
             kind = ShardedStream if self.shards_itself else Stream
             self._stream = kind(self._dataset, self.options, self._cut, seed, SAMPLE, world.sum)
         else:
-            self._order_seed: int = world.run_on_main(lambda: secrets.randbits(63)) if seed is None else seed
+            if self._order_seed is None:  # an epoch that was left is gone on with in the same order
+                self._order_seed = world.run_on_main(lambda: secrets.randbits(63))
             on_gpu = _is_gpu(world.device)
             options = {"pin_memory": True, **self.options} if on_gpu and self.options.get("num_workers") else self.options
             self._loader = Loader(self._dataset, options, seed, SAMPLE)
@@ -148,8 +151,10 @@ class TrainData:
 
     def _order(self, epoch: int) -> Order:
         if self._sampler is not None:
-            return drawn(self._draw_sampler(epoch), self._plan.samples, len(self._dataset))
-        return Permutation(self._plan.samples, self._order_seed, epoch) if self._config.shuffle else sequence
+            if self._config.seed is not None or self._drawn[0] != epoch:
+                self._drawn = (epoch, self._draw_sampler(epoch))
+            return drawn(self._drawn[1], self._plan.samples, len(self._dataset))
+        return Permutation(self._plan.samples, cast(int, self._order_seed), epoch) if self._config.shuffle else sequence
 
     def _draw_sampler(self, epoch: int) -> list[int]:
         """The sampler's indices for an epoch: rank 0's, for a sampler may draw what no seed of the trainer's reaches."""

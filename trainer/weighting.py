@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .metrics import Mean
+from .metrics import Mean, scalar
 from .plan import Window
 from .world import World
 
@@ -41,7 +41,7 @@ class Weighting:
         if not isinstance(loss, Mean):
             share = samples * self._world.size / window.size
             return loss if share == 1.0 else loss * share
-        self._items += loss.count
+        self._items += scalar(loss.count, "the count of the loss")
         return loss.total * (self._world.size / _nominal(window))
 
     def settle(self, parameters: Sequence[nn.Parameter], window: Window) -> None:

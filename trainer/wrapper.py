@@ -68,21 +68,30 @@ class _Zeros(nn.Module):
         self.model = model
 
     def forward(self) -> Tensor:
+        embeddings = [module for module in self.model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+        sparse = {id(module.weight) for module in embeddings if module.sparse}
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return torch.stack([_NoGradient.apply(parameter) for parameter in trainable]).sum()
+        return torch.stack([_NoGradient.apply(parameter, id(parameter) in sparse) for parameter in trainable]).sum()
 
 
 class _NoGradient(torch.autograd.Function):
     """A zero that depends on a parameter and gives it no gradient.
 
-    DDP reduces that as zeros. With ``find_unused_parameters`` it counts as unused, so that a parameter which no rank has used
-    keeps no gradient, as in one process: a gradient of zeros would let weight decay and momentum move it.
+    DDP reduces that as zeros; of a sparse gradient it takes an empty one only. With ``find_unused_parameters`` it counts as
+    unused, so that a parameter which no rank has used keeps no gradient, as in one process: a gradient of zeros would let
+    weight decay and momentum move it.
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, is_sparse: bool) -> Tensor:
+        ctx.sparse = (parameter.shape, parameter.dtype) if is_sparse else None
         return torch.zeros((), device=parameter.device)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        if ctx.sparse is None:
+            return None, None
+        shape, dtype = ctx.sparse
+        places = torch.empty(1, 0, dtype=torch.int64, device=gradient.device)
+        values = torch.empty(0, *shape[1:], dtype=dtype, device=gradient.device)
+        return torch.sparse_coo_tensor(places, values, shape, check_invariants=False), None
