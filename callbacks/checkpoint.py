@@ -102,7 +102,8 @@ class Checkpoint(Callback):
         fresh = trainer.state.samples == 0 and not self._has_written(trainer)  # and no step file is there
         if fresh:  # it may have watched another run before
             self._best = self._best_on_disk = math.inf
-        if (fresh or self._is_of_another) and self._monitor is not None and self.best_path.exists():
+        replaced = fresh or (self._is_of_another and not trainer.finished)
+        if replaced and self._monitor is not None and self.best_path.exists():
             self._move_best_aside()
         self._is_of_another = False
         self._saved_at = time.monotonic()

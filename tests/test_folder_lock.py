@@ -453,6 +453,8 @@ def test_the_best_of_another_metric_is_not_taken_over(tmp_path: Path, monitor: s
     fit(2, monitor=monitor, mode=mode)
     assert checkpoint.read(tmp_path / "best.pt")["state"]["step"] == (4 if written else 2)
     assert (tmp_path / "best-1.pt").exists() is written
+    fit(2, monitor="loss")  # takes no step: no other best is to come
+    assert (tmp_path / "best.pt").exists()
 
 
 def test_a_model_that_saves_a_part_of_itself_goes_on_in_its_folder(tmp_path: Path) -> None:
@@ -473,3 +475,25 @@ def test_a_model_that_saves_a_part_of_itself_goes_on_in_its_folder(tmp_path: Pat
     for epochs in (1, 2):
         trainer = toy_trainer(8, Adapter(), batch_size=2, epochs=epochs, callbacks=[Checkpoint(tmp_path)])
         assert trainer.fit(resume_from=tmp_path).step == 4 * epochs
+
+
+def test_a_model_that_saves_under_other_names_does_not_get_another_runs_folder(tmp_path: Path) -> None:
+    """Nor is it refused its own."""
+
+    class Renamed(Toy):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            return {f"adapter.{key}": value for key, value in super().state_dict(*args, **options).items()}
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            plain = {key.removeprefix("adapter."): value for key, value in state.items()}
+            return super().load_state_dict(plain, strict, assign)
+
+    def run(folder: str, lr: float, epochs: int, resume_from: Path) -> int:
+        files = Checkpoint(tmp_path / folder, every_steps=1, keep_last=99)
+        return toy_trainer(8, Renamed(), lr=lr, batch_size=2, epochs=epochs, callbacks=[files]).fit(resume_from).step
+
+    assert run("a", 1.0, 1, tmp_path / "a") == 4
+    assert run("a", 1.0, 2, tmp_path / "a") == 8
+    assert run("b", 0.5, 2, tmp_path / "b") == 8
+    with pytest.raises(FileExistsError, match="already holds checkpoints of a run"):
+        run("b", 1.0, 2, tmp_path / "a" / name(2))

@@ -541,6 +541,15 @@ def test_a_part_of_a_prediction_that_is_none_is_none_however_it_is_split() -> No
         assert (values.tolist(), nothing) == ([0.0, 1.0, 2.0, 3.0, 4.0], None)
 
 
+def test_a_part_of_a_prediction_that_only_some_batches_have_is_refused() -> None:
+    class Some(DDPTrainer):
+        def predict_step(self, model: nn.Module, batch: Any) -> Any:
+            return batch[0], batch[0] if batch[0][0] > 1 else None
+
+    with pytest.raises(ValueError, match="gave None for some batches and rows for others"):
+        toy_trainer(8, kind=Some, batch_size=2).predict(Numbers(5))
+
+
 def test_the_default_prediction_of_texts_is_refused() -> None:
     """A batch of them is a list, of which the first is no batch of inputs."""
     with pytest.raises(ValueError, match=r"a tensor of shape \(1,\) for 2 samples"):

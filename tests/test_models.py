@@ -361,7 +361,7 @@ def test_predictions_come_in_dataset_order_on_rank_0_alone(ranks: Ranks) -> None
             assert found["array"].tolist() == found["doubled"].tolist()
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag, "tied"])
 @pytest.mark.parametrize("samples", [8, 5])
 def test_sparse_gradients_train_alike_at_one_process_and_more(ranks: Ranks, kind: Any, samples: int) -> None:
     """Also where a rank has no share of the last window."""
@@ -370,11 +370,16 @@ def test_sparse_gradients_train_alike_at_one_process_and_more(ranks: Ranks, kind
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.table = kind(6, 3, sparse=True, dtype=torch.float64)
+            self.out = nn.Linear(3, 6, bias=False, dtype=torch.float64)
+            tied = kind == "tied"
+            self.table = (nn.Embedding if tied else kind)(6, 3, sparse=True, dtype=torch.float64)
+            if tied:  # of a gradient that is dense
+                self.table.weight = self.out.weight
             self.bias = nn.Parameter(torch.zeros(3, dtype=torch.float64))
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.table(x.long().reshape(-1, 1) % 6).reshape(-1, 3) * (x.reshape(-1, 1) + 1) + self.bias
+            found = self.table(x.long().reshape(-1, 1) % 6).reshape(-1, 3) * (x.reshape(-1, 1) + 1) + self.bias
+            return self.out(found)
 
     def run() -> list[list[float]]:
         model = Words()

@@ -208,7 +208,11 @@ def test_a_class_of_the_user_s_own_is_as_good_as_a_function() -> None:
             trainer.model, trainer.optimizer, Numbers(8), loss_fn=mean_of_outputs, scheduler=kind, config=trainer.config
         ).scheduler
 
-    assert made(Warmup).steps == 4
+    class Factory:
+        def __new__(cls, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+            return Warmup(optimizer, steps)
+
+    assert made(Warmup).steps == made(Factory).steps == 4
     for kind in (Mine, torch.optim.swa_utils.SWALR):  # made as torch makes them: the steps would be taken for something else
         with pytest.raises(TypeError, match="whose second argument is"):
             made(kind)

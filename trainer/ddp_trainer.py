@@ -44,7 +44,7 @@ class DDPTrainer(Steps):
 
     The loop of `fit`, with every hook in its place:
 
-        before_fit of all callbacks, then on_fit_start
+        on_fit_start
         for each epoch:
             before_epoch()                                          # every rank
             order = permutation(seed, epoch)                        # same on every rank, never stored whole
@@ -53,7 +53,7 @@ class DDPTrainer(Steps):
                     seed torch, random, numpy from (seed, window, micro-batch, rank)
                     loss = training_step(model, batch)["loss"]      # a mean over its samples
                     (loss * samples * world.size / window_samples).backward()       # DDP divides by world.size
-                clip; optimizer_step(); zero the gradients; scheduler.step()
+                clip; optimizer_step(); scheduler.step(); zero the gradients
                 step += 1; samples += ...; epoch += 1 after the epoch's last window # all counters before any hook
                 on_step(metrics)                                    # reduced at every log_every-th and the last
                 if evaluation is due:  evaluate; on_eval            # every eval_every steps, or at the epoch's and run's end
@@ -61,7 +61,7 @@ class DDPTrainer(Steps):
                 agree on stopping                                   # at reports, after on_eval and on_epoch_end
                 on_safe_point                                       # fires for the last step of every run
                 leave together if agreed
-        on_fit_end                                                  # after an error on_exception
+        on_fit_end
 
     Args:
         model: the bare module. It is moved to this rank's device and takes rank 0's weights.
@@ -333,9 +333,9 @@ class DDPTrainer(Steps):
         self.model.zero_grad()
         self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)
         self._weighting = Weighting(self.world, uneven=self._train.shards_itself)
-        self._reporter = Reporter(self.world, self._replica, self.config)
         self._agreement.open(self.state.window)
         self._hooks.take_over(self.world.run_on_main(lambda: self._hooks.on_fit_start(self)))
+        self._reporter = Reporter(self.world, self._replica, self.config)  # last, as its clock starts
 
     def _report(self) -> dict[str, float]:
         return checks.summarized(self.summarize, self._reporter.take_report(bool(self._weighting.by_items)))

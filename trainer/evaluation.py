@@ -122,7 +122,11 @@ def joined(outputs: list[Any]) -> Any:
     another, tuples and mappings field by field.
     """
     first = outputs[0]
-    if first is None:
+    if any(output is None for output in outputs):
+        if any(output is not None for output in outputs):
+            raise ValueError(
+                "predict_step gave None for some batches and rows for others: what is lost would depend on the split"
+            )
         return None
     if isinstance(first, (Tensor, np.ndarray)):
         if len({output.shape[1:] for output in outputs}) > 1:

@@ -93,7 +93,7 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
             f"{error}: the model that training_step is given may be wrapped, and can only be called; its parts are self.model's. "
             "(It is the first argument: training_step(self, model, batch))"
         )
-    elif isinstance(error, KeyError) and str(error).startswith("'module."):
+    elif isinstance(error, KeyError) and _is_wrapped_name(error, trainer):
         text = (
             f"{error}: the model that training_step is given may be wrapped, and then the names of its parameters begin with "
             "module.; take those of self.model"
@@ -151,6 +151,11 @@ def _of_hidden_attribute(error: AttributeError) -> str | None:
         f"the model that training_step is given may be wrapped in DistributedDataParallel, which hides {hidden[1]!r}: write "
         f"self.model.{hidden[1]} (but compute the loss from model(...), the argument)"
     )
+
+
+def _is_wrapped_name(error: KeyError, trainer: DDPTrainer) -> bool:
+    names = {f"module.{name}" for name, _ in [*trainer.model.named_parameters(), *trainer.model.named_buffers()]}
+    return bool(error.args) and error.args[0] in names
 
 
 def _of_memory(error: RuntimeError, trainer: DDPTrainer) -> str | None:

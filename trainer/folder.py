@@ -68,13 +68,13 @@ class CheckpointFolder:
 
     def holds(self, step: int, model: nn.Module) -> bool:
         """Whether a file here, the best one or that of `step`, has just the model's parameters after just that step."""
-        saved_keys = checkpoint.plain_keys(model.state_dict()).keys()  # a model of its own kind may leave some out
-        parameters = {key: value for key, value in self.parameters(model).items() if key in saved_keys}
+        own = checkpoint.plain_keys(model.state_dict())  # of a model that decides what it saves perhaps some, or other names
+        own = {key: own[key] for key in self.parameters(model) if key in own} or own
         for path in (self.folder / f"step-{step:08d}.pt", self.folder / "best.pt"):
             with suppress(CheckpointError):
                 saved = checkpoint.peek(path)
                 held = checkpoint.plain_keys(saved.get("model", {}))
-                same = all(key in held and _same(value.detach().cpu(), held[key]) for key, value in parameters.items())
+                same = bool(own) and all(key in held and _same(value.detach().cpu(), held[key]) for key, value in own.items())
                 if same and saved.get("state", {}).get("step") == step:
                     return True
         return False

@@ -85,7 +85,7 @@ class Schedule:
 
 def _check_class(scheduler: Any) -> None:
     """TypeError for a class that is made as torch's are, and whose second argument is no number of steps: it would get one."""
-    if isinstance(scheduler, type) and scheduler.__init__.__module__.startswith("torch."):  # type: ignore[misc]
+    if isinstance(scheduler, type) and str(getattr(scheduler.__init__, "__module__", "")).startswith("torch."):  # type: ignore[misc]
         second = list(inspect.signature(scheduler).parameters)[1]
         if second not in ("T_max", "total_iters", "total_steps"):
             raise TypeError(

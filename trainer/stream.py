@@ -135,7 +135,8 @@ class _Reader(IterableDataset[Batches]):
 class ShardedStream:
     """The windows of an IterableDataset that shards itself over ranks and workers.
 
-    Random numbers of an item follow from (seed, epoch, rank, worker, position in that reader).
+    Random numbers of an item follow from (seed, epoch, rank, worker, position in that reader). Until its first item every reader
+    draws the same, so that an order drawn there can be shared out.
 
     Each rank takes its share of a window from its own stream, as long as that lasts. How many items there are on all ranks, and
     whether any has more, is one small message per window.
@@ -216,7 +217,8 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
         worker, items = 0 if info is None else info.id, None
         for position in count():
             if self._seed is not None:
-                seed_generators(mix(self._purpose, self._seed, epoch, self._rank, worker, position))
+                reader = (self._rank, worker, position) if position else ()
+                seed_generators(mix(self._purpose, self._seed, epoch, *reader))
             items = iter(self._dataset) if items is None else items
             try:
                 yield next(items)

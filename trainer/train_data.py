@@ -51,7 +51,7 @@ class TrainData:
         self.shards_itself = self._is_stream and bool(getattr(dataset, "sharded", False))
         """Whether the dataset is a stream of which each rank and worker reads its own part."""
         self._order_seed = config.seed
-        self._drawn: tuple[int, list[int]] = (-1, [])  # an epoch, and what the sampler gave for it
+        self._drawn: tuple[int, Order] | None = None  # an epoch, and what the sampler gave for it
         self._place = (0, 0)  # in a stream: windows of the epoch before the last that was begun, and the position of that
         if self._is_stream:
             checks.check_stream(dataset, sampler, config)
@@ -146,14 +146,17 @@ class TrainData:
 
     @property
     def _shards(self) -> list[int]:
-        """How many ranks and workers of each read."""
-        return [self._cut.world_size, max(1, self.options.get("num_workers", 0))]
+        """How many ranks and workers of each read, and, where workers take turns, the micro-batch that is a turn."""
+        readers = max(1, self.options.get("num_workers", 0))
+        return [self._cut.world_size, readers, self._cut.batch_size if readers > 1 else 0]
 
     def _order(self, epoch: int) -> Order:
         if self._sampler is not None:
-            if self._config.seed is not None or self._drawn[0] != epoch:
-                self._drawn = (epoch, self._draw_sampler(epoch))
-            return drawn(self._drawn[1], self._plan.samples, len(self._dataset))
+            if self._drawn is not None and self._drawn[0] == epoch:
+                return self._drawn[1]
+            order = drawn(self._draw_sampler(epoch), self._plan.samples, len(self._dataset))
+            self._drawn = (epoch, order) if self._config.seed is None else None  # which a seed draws again
+            return order
         return Permutation(self._plan.samples, cast(int, self._order_seed), epoch) if self._config.shuffle else sequence
 
     def _draw_sampler(self, epoch: int) -> list[int]:
@@ -171,7 +174,8 @@ class TrainData:
 def _readers(shards: Sequence[int] | None) -> str:
     if shards is None:
         return "data that is shared out"
-    return f"a stream that shards itself over {shards[0]} ranks, {shards[1]} readers each"
+    turns = f" of micro-batches of {shards[2]}" if shards[2] else ""
+    return f"a stream that shards itself over {shards[0]} ranks, {shards[1]} readers{turns} each"
 
 
 def _is_gpu(device: torch.device) -> bool:

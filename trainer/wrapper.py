@@ -68,8 +68,12 @@ class _Zeros(nn.Module):
         self.model = model
 
     def forward(self) -> Tensor:
-        embeddings = [module for module in self.model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-        sparse = {id(module.weight) for module in embeddings if module.sparse}
+        owners: dict[int, nn.Module] = {}  # the first of each parameter, which DDP asks
+        for module in self.model.modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), module)
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        sparse = {key for key, module in owners.items() if isinstance(module, kinds) and module.sparse}
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         return torch.stack([_NoGradient.apply(parameter, id(parameter) in sparse) for parameter in trainable]).sum()
 
