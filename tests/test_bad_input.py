@@ -744,7 +744,7 @@ RESUMED = {
     ),
     "a checkpoint of other parameter groups": resumed(
         ValueError,
-        r"the checkpoint's optimizer has parameter groups of \[1\] parameters, this one of \[1, 0\]: build it as it was",
+        r"the checkpoint's optimizer has parameter groups of \[1\] parameters, this one of \[1, 0\]: build it as it was, .*",
         on_model=lambda model: SGD([{"params": list(model.parameters())}, {"params": []}], lr=1.0),
     ),
     "a checkpoint without the scheduler": resumed(

@@ -19,8 +19,9 @@ def agree(
 ) -> None:
     """Raise ValueError on every rank, naming rank and values, unless all ranks were given the same. Called on every rank."""
     sets = {f"eval_data {name}".strip(): data for name, data in eval_sets.items()}
-    mine: dict[str, Any] = {"the length of train_data": samples, "the order of eval_data": list(eval_sets)}
+    mine: dict[str, Any] = {"the length of train_data": samples}
     mine |= {f"the length of {name}": None if isinstance(data, IterableDataset) else len(data) for name, data in sets.items()}
+    mine["the order of eval_data"] = list(eval_sets)
     for name, data in {"train_data": train_data, **sets}.items():
         mine[f"a checksum of the indices of {name}"] = _of_indices(data)
     mine |= {f"config.{name}": value for name, value in config.plain().items()}

@@ -34,8 +34,8 @@ class Schedule:
             _check_class(scheduler)
             if total_steps is None:
                 raise ValueError(
-                    "scheduler: a callable needs the total number of steps, which is unknown without train_data, and for a "
-                    "stream with epochs: pass train_data, or set max_steps and no epochs, or leave the scheduler out"
+                    "scheduler: a callable needs the total number of steps, which is unknown without train_data: pass that too, "
+                    "(of a stream it is known with max_steps and no epochs,) or leave the scheduler out"
                 )
             scheduler = scheduler(optimizer, total_steps)
             if not isinstance(scheduler, LRScheduler):
