@@ -68,7 +68,7 @@ class Checkpoint(Callback):
         self._mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
         self._best = self._best_on_disk = math.inf
-        self._is_best = self._is_of_another = False
+        self._is_best = self._monitored_another = False
         self._warned = False
         self._has_evaluated = self._made_folder = False
 
@@ -102,10 +102,12 @@ class Checkpoint(Callback):
         fresh = trainer.state.samples == 0 and not self._has_written(trainer)  # and no step file is there
         if fresh:  # it may have watched another run before
             self._best = self._best_on_disk = math.inf
-        replaced = fresh or (self._is_of_another and not trainer.finished)
-        if replaced and self._monitor is not None and self.best_path.exists():
-            self._move_best_aside()
-        self._is_of_another = False
+        if self._monitor is not None and self.best_path.exists():
+            if fresh:
+                self._move_best_aside("an earlier run, and this one starts afresh")
+            elif self._monitored_another and not trainer.finished:
+                self._move_best_aside("another metric")
+        self._monitored_another = False
         self._saved_at = time.monotonic()
         self._is_best = False
         self._has_evaluated = trainer.finished  # then no evaluation is to come
@@ -170,8 +172,8 @@ class Checkpoint(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = (state.get("monitor", self._monitor), state.get("mode", self._mode))
-        self._is_of_another = saved != (self._monitor, self._mode)  # whose best is not this one's
-        self._best = self._best_on_disk = math.inf if self._is_of_another else state["best"]
+        self._monitored_another = saved != (self._monitor, self._mode)  # whose best is not this one's
+        self._best = self._best_on_disk = math.inf if self._monitored_another else state["best"]
 
     def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
@@ -189,13 +191,13 @@ class Checkpoint(Callback):
     def _has_written(self, trainer: DDPTrainer) -> bool:
         return self._written_for is not None and self._written_for() is trainer
 
-    def _move_best_aside(self) -> None:
+    def _move_best_aside(self, whose: str) -> None:
         """A kill may have left it before the run's first step file; or it is all that was kept of another run, or metric."""
         number = 1
         while (aside := self.folder / f"best-{number}.pt").exists():
             number += 1
         self.best_path.rename(aside)
-        _log.warning("%s is of an earlier run or metric, and this one starts afresh; moved it to %s", self.best_path, aside)
+        _log.warning("%s is of %s; moved it to %s", self.best_path, whose, aside)
 
     def _save(self, names: list[str], trainer: DDPTrainer) -> None:
         step, best = trainer.state.step, self._best

@@ -29,6 +29,11 @@ class EarlyStopping(Callback):
     Raises TypeError and ValueError for unusable arguments, and ValueError at the start of `fit` without eval_data.
     """
 
+    best: float
+    """The best value so far."""
+    count: int
+    """Evaluations in a row without improvement."""
+
     def __init__(self, monitor: str, patience: int, mode: Literal["min", "max"] = "min", min_delta: float = 0.0) -> None:
         if not isinstance(monitor, str):
             raise TypeError(f"monitor must be a key of the evaluation; found {monitor!r}")
@@ -52,16 +57,14 @@ class EarlyStopping(Callback):
 
     def _forget(self) -> None:
         self.best = math.inf if self.mode == "min" else -math.inf
-        """The best value so far."""
         self.count = 0
-        """Evaluations in a row without improvement."""
 
     def before_fit(self, trainer: DDPTrainer) -> None:
         if not trainer.eval_sets:
             raise ValueError(f"EarlyStopping monitors {self.monitor!r} of an evaluation: pass eval_data to the trainer")
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
-        if trainer.state.window == 0:  # it may have watched another run before
+        if trainer.state.samples == 0:  # it may have watched another run before
             self._forget()
         self._has_evaluated = trainer.finished  # then no evaluation is to come
 

@@ -51,7 +51,7 @@ class Callback:
     def on_safe_point(self, trainer: DDPTrainer) -> None:
         """Once per step, last of all: everything is settled. The only place to write a checkpoint.
 
-        What a callback changes of its own state here is in the file if it stands before the one that writes it.
+        A callback that changes its own state here must stand before the one that writes the file: else the change is not in it.
         """
 
     def on_fit_end(self, trainer: DDPTrainer) -> None:
@@ -125,9 +125,10 @@ class Dispatcher:
         return shared
 
     def take_over(self, shared: Mapping[str, dict[str, Any]]) -> None:
-        """On ranks other than 0, whose callbacks are never called."""
-        for callback in () if self._active else self._given:
-            vars(callback).update(shared.get(callback.name, {}))
+        """Give the callbacks of ranks other than 0, which see no hook, what rank 0's `on_fit_start` returned."""
+        if not self._active:
+            for callback in self._given:
+                vars(callback).update(shared.get(callback.name, {}))
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self._watch_steps:

@@ -7,7 +7,6 @@ import logging
 import operator
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from .config import TrainerConfig
 from .data import LOADER_OPTIONS
+from .failure import saying
 from .metrics import Mean
 from .plan import Plan
 from .state import TrainerState
@@ -246,16 +246,6 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
             "or let each sample of the dataset be such a pair"
         )
     return batch[0], batch[1]
-
-
-def saying(text: str, error: BaseException) -> BaseException:
-    """An error of the type of `error` with that text, or of the nearest type that takes one."""
-    for kind in type(error).__mro__:
-        with suppress(Exception):
-            said: BaseException = kind(text)
-            if text in str(said):  # a KeyError's has quotes around it
-                return said
-    return error
 
 
 def summarized(summarize: Callable[[dict[str, float]], Any], means: dict[str, float]) -> dict[str, float]:

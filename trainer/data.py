@@ -137,7 +137,7 @@ class _Batches(Dataset[Any]):
 
 
 def tell(dataset: Any, epoch: int) -> None:
-    """Datasets with a `set_epoch`, also those inside of torch's own combinations, which epoch it is."""
+    """Tell every dataset that has a `set_epoch`, also inside of torch's own combinations, which epoch it is."""
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
         set_epoch(epoch)
     elif isinstance(dataset, Subset):
@@ -145,7 +145,7 @@ def tell(dataset: Any, epoch: int) -> None:
     elif isinstance(dataset, (ConcatDataset, ChainDataset, StackDataset)):
         parts: Any = dataset.datasets
         parts = parts.values() if isinstance(parts, dict) else parts
-        for part in [] if isinstance(parts, Iterator) else parts:  # which would be empty afterwards
+        for part in [] if isinstance(parts, Iterator) else parts:  # an iterator would be empty afterwards
             tell(part, epoch)
 
 

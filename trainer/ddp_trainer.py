@@ -20,7 +20,7 @@ from .callback import Callback, Dispatcher
 from .capture import Capture
 from .config import TrainerConfig
 from .evaluation import Parts, evaluate, predict
-from .failure import calling, explained, place, told
+from .failure import calling, explained, named, place, told
 from .metrics import as_mapping
 from .plan import Window
 from .precision import Precision
@@ -159,7 +159,7 @@ class DDPTrainer(Steps):
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
-        with calling("evaluate", self.world, partial(explained, trainer=self), " of " * any(sets) + ", ".join(sets)):
+        with calling("evaluate", self.world, partial(explained, trainer=self), named(sets)):
             for name, dataset in sets.items():
                 means = checks.summarized(self.summarize, evaluate(self, self._parts, dataset, self._train.options))
                 metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
@@ -168,7 +168,7 @@ class DDPTrainer(Steps):
     def predict(self, data: Dataset[Any]) -> Any:
         """`predict_step`'s outputs over `data`, in dataset order, on rank 0 and its CPU; None on the other ranks.
 
-        Batches are joined: tensors along their first dimension, lists one after another, tuples and mappings field by field.
+        Batches are joined: tensors and arrays along their first dimension, lists one after another, tuples and mappings by field.
         """
         self.world.ready("predict")
         checks.check_dataset(data, "data")
@@ -301,16 +301,15 @@ class DDPTrainer(Steps):
         finished = self.finished
         self._reporter.end_step(state.step + (not updated), window.size)
         report_due = updated and (finished or state.step % config.log_every == 0)
-        due = window.last or finished if config.eval_every is None else updated and state.step % config.eval_every == 0
+        due = (window.last or finished) if config.eval_every is None else (updated and state.step % config.eval_every == 0)
         evaluation_due = due and bool(self.eval_sets)
-        if reduce_due := report_due or window.last:
+        if report_due or window.last:
             self._reporter.reduce(state, self._weighting.take_empty_windows())
         try:
             if updated:
                 self._hooks.on_step(self, self._report() if report_due else {})
         finally:
-            if reduce_due:
-                self._reporter.check_parameters(state.step)
+            self._reporter.check_parameters(state.step)
         if evaluation_due:
             self._hooks.on_eval(self, self._evaluate())
         if window.last:

@@ -72,7 +72,11 @@ def evaluate(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: 
 
 
 def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: Mapping[str, Any]) -> Any:
-    """`predict_step`'s outputs in dataset order on rank 0, None on the others. Rank r takes the r-th of W stretches."""
+    """`predict_step`'s outputs in dataset order on rank 0, None on the others. Rank r takes the r-th of W stretches.
+
+    Raises ValueError for outputs without a row for each sample and for datasets of different lengths, RuntimeError when the
+    ranks' parameters differ.
+    """
     world, size = trainer.world, trainer.config.eval_batch_size or trainer.config.batch_size
     length = len(dataset)  # type: ignore[arg-type]
     own = range(world.rank * length // world.size, (world.rank + 1) * length // world.size)
@@ -98,21 +102,19 @@ def _check_rows(output: Any, samples: int) -> None:
     if isinstance(output, (Mapping, tuple)):
         for part in output.values() if isinstance(output, Mapping) else output:
             _check_rows(part, samples)
-        return
-    found = ""
-    if isinstance(output, (Tensor, np.ndarray)):
-        kind = "tensor" if isinstance(output, Tensor) else "array"
-        if output.ndim == 0:
-            found = f"a 0-dim {kind}"
-        elif len(output) != samples:
-            found = f"a {kind} of shape {tuple(output.shape)} for {samples} samples"
-    elif isinstance(output, list):
-        if len(output) != samples:
-            found = f"a list of {len(output)} for {samples} samples"
-    elif output is not None:
-        found = f"{type(output).__name__} (tensors, arrays, lists, and tuples and mappings of them have rows)"
-    if found:
+    elif output is not None and (found := _other_than_rows(output, samples)):
         raise ValueError(f"predict_step must return a row for each sample of the batch; found {found}")
+
+
+def _other_than_rows(output: Any, samples: int) -> str:
+    if isinstance(output, list):
+        return "" if len(output) == samples else f"a list of {len(output)} for {samples} samples"
+    if not isinstance(output, (Tensor, np.ndarray)):
+        return f"{type(output).__name__} (tensors, arrays, lists, and tuples and mappings of them have rows)"
+    kind = "tensor" if isinstance(output, Tensor) else "array"
+    if output.ndim == 0:
+        return f"a 0-dim {kind}"
+    return "" if len(output) == samples else f"a {kind} of shape {tuple(output.shape)} for {samples} samples"
 
 
 def joined(outputs: list[Any]) -> Any:
@@ -122,12 +124,11 @@ def joined(outputs: list[Any]) -> Any:
     another, tuples and mappings field by field.
     """
     first = outputs[0]
-    if any(output is None for output in outputs):
-        if any(output is not None for output in outputs):
-            raise ValueError(
-                "predict_step gave None for some batches and rows for others: what is lost would depend on the split"
-            )
+    given = [output for output in outputs if output is not None]
+    if not given:
         return None
+    if len(given) < len(outputs):
+        raise ValueError("predict_step gave None for some batches and rows for others: which ones, depends on the split")
     if isinstance(first, (Tensor, np.ndarray)):
         if len({output.shape[1:] for output in outputs}) > 1:
             return [sample for output in outputs for sample in output]

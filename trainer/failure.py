@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import saying
 from .roll_call import CAUSE, LATE, LEFT
 
 if TYPE_CHECKING:
@@ -41,16 +40,21 @@ def place(state: TrainerState) -> str:
     return f" after step {state.step}, sample {state.samples}" if state.samples else ""
 
 
+def named(sets: Mapping[str, Any]) -> str:
+    """Which sets are evaluated, in order; empty for a single one without a name."""
+    return f" of {', '.join(sets)}" if any(sets) else ""
+
+
 @contextmanager
-def calling(call: str, world: World, told: Callable[[BaseException], BaseException], place: str = "") -> Iterator[None]:
-    """A call that every rank must make, with the same words on where or of what, and what is raised in it as `told` has it.
+def calling(call: str, world: World, told: Callable[[BaseException], BaseException], detail: str = "") -> Iterator[None]:
+    """A call that every rank must make, with the same `detail`; what is raised in it is raised as `told` has it.
 
     Raises RuntimeError on every rank where they make different ones. An error of an evaluation in `fit` is told by that.
     """
     outer, world.running_call = world.running_call, call
     try:
         if outer is None:
-            _check_calls(call + place, world)
+            _check_calls(call + detail, world)
         yield
     except BaseException as raised:
         error = told(raised) if outer is None or call == "fit" else raised
@@ -101,6 +105,16 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
     elif isinstance(error, RuntimeError):
         text = _of_memory(error, trainer)
     return error if text is None else saying(text, error)
+
+
+def saying(text: str, error: BaseException) -> BaseException:
+    """An error of the type of `error` with that text, or of the nearest type that takes one."""
+    for kind in type(error).__mro__:
+        with suppress(Exception):
+            said: BaseException = kind(text)
+            if text in str(said):  # a KeyError's has quotes around it
+                return said
+    return error
 
 
 def _check_calls(call: str, world: World) -> None:

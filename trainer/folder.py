@@ -199,10 +199,10 @@ def find(resume_from: str | Path) -> dict[str, Any] | None:
 
 def _same(value: Tensor, saved: Tensor) -> bool:
     """Whether a parameter has the value that was saved: in its own type, and NaN where that is NaN."""
+    if value.shape != saved.shape:
+        return False
     saved = saved.to(value.dtype)
-    if torch.equal(value, saved) or value.shape != saved.shape:
-        return value.shape == saved.shape
-    return not ((value != saved) & ~(value.isnan() & saved.isnan())).any()
+    return torch.equal(value, saved) or bool(((value == saved) | (value.isnan() & saved.isnan())).all())
 
 
 def _of_run(path: Path) -> Path:

@@ -102,7 +102,7 @@ class Reporter:
         self._broken, self._drifted = broken != 0, size > 1 and not checksum.all_equal(list(summed), size)
 
     def check_parameters(self, step: int) -> None:
-        """After `reduce`. Raises FloatingPointError for parameters that were not finite then, RuntimeError for some that differed
+        """Of the last `reduce`. Raises FloatingPointError for parameters that were not finite, RuntimeError for those that differ
         between the ranks; on every rank.
         """
         if self._broken:

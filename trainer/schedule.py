@@ -35,7 +35,7 @@ class Schedule:
             if total_steps is None:
                 raise ValueError(
                     "scheduler: a callable needs the total number of steps, which is unknown without train_data: pass that too, "
-                    "(of a stream it is known with max_steps and no epochs,) or leave the scheduler out"
+                    "or leave the scheduler out (for a stream the number is known only with max_steps and without epochs)"
                 )
             scheduler = scheduler(optimizer, total_steps)
             if not isinstance(scheduler, LRScheduler):
@@ -84,8 +84,9 @@ class Schedule:
 
 
 def _check_class(scheduler: Any) -> None:
-    """TypeError for a class that is made as torch's are, and whose second argument is no number of steps: it would get one."""
-    if isinstance(scheduler, type) and str(getattr(scheduler.__init__, "__module__", "")).startswith("torch."):  # type: ignore[misc]
+    """TypeError for a class with torch's own __init__ whose second argument is no number of steps: it would be given one."""
+    made: Any = getattr(scheduler, "__init__", None)
+    if isinstance(scheduler, type) and str(getattr(made, "__module__", "")).startswith("torch."):
         second = list(inspect.signature(scheduler).parameters)[1]
         if second not in ("T_max", "total_iters", "total_steps"):
             raise TypeError(

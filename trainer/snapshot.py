@@ -103,9 +103,11 @@ def _clean_keys(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """`saved` under the model's `own` keys, whichever of the two was wrapped or compiled."""
     wanted, cleaned = checkpoint.plain_keys(own), checkpoint.plain_keys(saved)
     while cleaned.keys() != wanted.keys() and cleaned and all(key.startswith(_WRAPPER) for key in cleaned):
-        cleaned = checkpoint.renamed(cleaned, lambda key: f"{key}.".removeprefix(_WRAPPER).removesuffix("."))
+        cleaned = checkpoint.renamed(
+            cleaned, lambda key: f"{key}.".removeprefix(_WRAPPER).removesuffix(".")
+        )  # "module" itself to ""
     if not wanted.keys() & cleaned.keys():
-        return dict(saved)
+        return dict(saved)  # of another model: the error names the file's own keys
     names = {checkpoint.plain_key(key): key for key in [*getattr(own, "_metadata", {}), *own]}
     return checkpoint.renamed(cleaned, lambda key: names.get(key, key))
 

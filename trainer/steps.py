@@ -55,7 +55,7 @@ class Steps:
 
         An object with ``reset``, ``update`` and ``compute``, such as torchmetrics', may stand in the mapping too, the same every
         time, once this step has updated it: it is computed, then reset. torchmetrics' are combined over the ranks; one of your
-        own combines them in ``compute``, with `World.sum` or `World.gather`.
+        own must combine its numbers in ``compute``, with `World.sum` or `World.gather`.
 
         `model` is the bare module, in evaluation mode, without gradients. Default: `training_step`. Override it where that does
         more than compute the loss: mixup or label smoothing there would leak into the evaluation.

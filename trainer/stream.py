@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -170,7 +170,7 @@ class ShardedStream:
 
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """As `Stream.windows`; `passed`: the windows before `start`, which may have been short."""
-        self._source.place[:] = torch.tensor([epoch, start])
+        self._source.epoch.fill_(epoch)
         own = islice(iter(self._loader), passed * self._turns, None)
         ahead = list(islice(own, 1))
         while True:
@@ -203,10 +203,10 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
         self._rank = rank
         self._seed = seed
         self._purpose = purpose
-        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.epoch = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
-        items = self._items(int(self.place[0]))
+        items = self._items(int(self.epoch))
         while turn := [batch for part in self._parts if (batch := list(islice(items, part)))]:
             yield [(len(batch), self._collate(batch)) for batch in turn]
 
@@ -214,13 +214,12 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
         if epoch != NO_EPOCH:
             tell(self._dataset, epoch)
         info = get_worker_info()
-        worker, items = 0 if info is None else info.id, None
-        for position in count():
-            if self._seed is not None:
-                reader = (self._rank, worker, position) if position else ()
-                seed_generators(mix(self._purpose, self._seed, epoch, *reader))
-            items = iter(self._dataset) if items is None else items
-            try:
-                yield next(items)
-            except StopIteration:
-                return
+        worker = 0 if info is None else info.id
+        self._seed_for(epoch)  # alike in every reader until its first item
+        for position, item in enumerate(self._dataset, 1):
+            yield item
+            self._seed_for(epoch, self._rank, worker, position)
+
+    def _seed_for(self, *place: int) -> None:
+        if self._seed is not None:
+            seed_generators(mix(self._purpose, self._seed, *place))

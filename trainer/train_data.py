@@ -52,7 +52,7 @@ class TrainData:
         """Whether the dataset is a stream of which each rank and worker reads its own part."""
         self._order_seed = config.seed
         self._drawn: tuple[int, Order] | None = None  # an epoch, and what the sampler gave for it
-        self._place = (0, 0)  # in a stream: windows of the epoch before the last that was begun, and the position of that
+        self._begun = (0, 0)  # in a stream: number in its epoch, and position, of the window that was begun last
         if self._is_stream:
             checks.check_stream(dataset, sampler, config)
         elif dataset is not None:
@@ -108,10 +108,9 @@ class TrainData:
         if self.options.get("num_workers"):  # an evaluation's workers begin as copies of what is here
             tell(self._dataset, epoch)
         if self._is_stream:
-            passed = self._windows_passed(state) if start else 0
-            self._place = (passed, start)
+            passed = self._windows_passed(state)
             for number, (window, of_stream) in enumerate(self._stream.windows(epoch, start, passed), passed):
-                self._place = (number, state.epoch_samples)
+                self._begun = (number, state.epoch_samples)
                 yield window, of_stream
             return
         windows, ahead = tee(self._plan.windows(start))
@@ -137,16 +136,16 @@ class TrainData:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._place = (state.get("epoch_windows", 0), state["state"]["epoch_samples"])
+        self._begun = (state.get("epoch_windows", 0), state["state"]["epoch_samples"])
 
     def _windows_passed(self, state: TrainerState) -> int:
         """Of a stream's current epoch; one that an error interrupted, which has moved no counter, is none."""
-        before, position = self._place
-        return before + (state.epoch_samples != position)
+        number, position = self._begun
+        return number + (state.epoch_samples != position) if state.epoch_samples else 0
 
     @property
     def _shards(self) -> list[int]:
-        """How many ranks and workers of each read, and, where workers take turns, the micro-batch that is a turn."""
+        """The ranks, the readers of each, and how many samples a reader's turn is at most (0: a single reader takes none)."""
         readers = max(1, self.options.get("num_workers", 0))
         return [self._cut.world_size, readers, self._cut.batch_size if readers > 1 else 0]
 

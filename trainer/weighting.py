@@ -41,7 +41,7 @@ class Weighting:
         if not isinstance(loss, Mean):
             share = samples * self._world.size / window.size
             return loss if share == 1.0 else loss * share
-        self._items += scalar(loss.count, "the count of the loss")
+        self._items += scalar(loss.count, "loss")
         return loss.total * (self._world.size / _nominal(window))
 
     def settle(self, parameters: Sequence[nn.Parameter], window: Window) -> None:

@@ -124,9 +124,9 @@ class World:
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype, shape and device."""
         self.ready("World.sum")
-        total = values.detach().to(values.device if self.size == 1 else self.device, copy=True)  # NCCL takes none of the CPU
-        if self.size > 1:
-            dist.all_reduce(total)
+        if self.size == 1:
+            return values.detach().clone()
+        dist.all_reduce(total := values.detach().to(self.device, copy=True))  # NCCL takes none of the CPU
         return total.to(values.device)
 
     def gather(self, value: T) -> list[T]:
