@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAUROC, MulticlassConfusionMatrix
 from torchmetrics.functional.classification import multiclass_auroc
+from torchmetrics.retrieval import RetrievalMRR
 
 from tests.helpers import Numbers, Ranks, Toy, toy_trainer
 from trainer import DDPTrainer, World
@@ -176,3 +177,53 @@ def test_a_meter_in_training_is_an_error_that_says_where_it_belongs() -> None:
 
     with pytest.raises(TypeError, match=r"'largest' must be a real scalar .* have their place in eval_step"):
         toy_trainer(2, Toy(), kind=Trained, batch_size=2).fit()
+
+
+class Ranked(DDPTrainer):
+    """Each sample is a query of its own with three answers: its states are lists that torchmetrics collects item by item."""
+
+    def eval_step(self, model: nn.Module, batch: Any) -> Any:
+        scores, classes = scores_of(batch[0])
+        queries = batch[0].long().reshape(-1, 1).expand(-1, CLASSES)
+        self.found.update(scores, nn.functional.one_hot(classes, CLASSES).bool(), indexes=queries)
+        return {"mrr": self.found}
+
+    def evaluated(self, size: int) -> float:
+        self.found = RetrievalMRR()
+        return self.evaluate(Numbers(size))["mrr"]
+
+
+def ranked(size: int, batch: int) -> list[float]:
+    World.from_env()
+    trainer = toy_trainer(1, kind=Ranked, batch_size=batch)
+    assert isinstance(trainer, Ranked)
+    return [trainer.evaluated(size), trainer.evaluated(size)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")  # that a rank has no sample
+@pytest.mark.parametrize("batch", [1, 2])
+def test_states_that_are_lists_may_be_of_other_lengths_on_other_ranks(ranks: Ranks, batch: int) -> None:
+    for size in SIZES:
+        scores, classes = scores_of(torch.arange(size, dtype=torch.float64))
+        places = scores.argsort(dim=1, descending=True).eq(classes.reshape(-1, 1)).int().argmax(dim=1) + 1
+        wanted = (1 / places).mean().item()
+        for world_size in (1, 2, 3):
+            for found in ranks(world_size, ranked, size, batch):
+                assert found == pytest.approx([wanted] * 2, rel=1e-6)
+
+
+def test_meters_come_in_one_order_whatever_that_of_each_rank(ranks: Ranks) -> None:
+    class Two(DDPTrainer):
+        def eval_step(self, model: nn.Module, batch: Any) -> Any:
+            for meter in self.found.values():
+                meter.update(batch[0])
+            names = list(self.found)
+            return {name: self.found[name] for name in (names if self.world.is_main else reversed(names))}
+
+    def run() -> dict[str, float]:
+        trainer = toy_trainer(1, kind=Two, batch_size=1)
+        assert isinstance(trainer, Two)
+        trainer.found = {"sum": SumMetric(), "largest": Largest(trainer.world)}
+        return trainer.evaluate(Numbers(4))
+
+    assert ranks(2, run, timeout=20) == [{"sum": 6.0, "largest": 3.0}] * 2

@@ -65,7 +65,8 @@ class Meters:
             spare = self._world.gather({key: _emptied(meter) for key, meter in self._meters.items()} if mine else {})[first]
             self._meters = self._meters or spare
         metrics: dict[str, float] = {}
-        for key, meter in self._meters.items():
+        for key in keys[first]:  # in the same order on every rank
+            meter = self._meters[key]
             with torch.no_grad(), self._gathering(meter, fed):
                 computed = meter.compute()
             named = (
@@ -82,20 +83,35 @@ class Meters:
 
     @contextmanager
     def _gathering(self, meter: Meter, fed: list[bool]) -> Iterator[None]:
-        """torchmetrics' own way of collecting states fails for ranks that hold none: `World.gather` takes its place."""
+        """torchmetrics' own way of collecting states fails for ranks that hold none: `World.gather` takes its place.
+
+        It asks for each item of a list that is not joined first, so that all lists need the same length: the shorter are filled
+        up with a tensor that is sent as None, and dropped.
+        """
+        filler = torch.empty(0)
 
         def gather(state: Tensor, group: Any = None) -> list[Tensor]:
-            return [other for other, has_state in zip(self._world.gather(state), fed, strict=True) if has_state]
+            gathered = self._world.gather(None if state is filler else state)
+            return [other for other, has_state in zip(gathered, fed, strict=True) if has_state and other is not None]
 
-        parts = [part for part in (meter.modules() if isinstance(meter, nn.Module) else ()) if hasattr(part, "dist_sync_fn")]
+        parts: list[Any] = [
+            part for part in (meter.modules() if isinstance(meter, nn.Module) else ()) if hasattr(part, "dist_sync_fn")
+        ]
         own = [part.dist_sync_fn for part in parts]
+        lists = [(part, name) for part in parts for name in _lists(part)]
+        held = [getattr(part, name) for part, name in lists]
+        lengths = self._world.gather(list(map(len, held))) if lists else []
         for part in parts:
-            part.dist_sync_fn = part.dist_sync_fn or gather  # type: ignore[assignment]
+            part.dist_sync_fn = part.dist_sync_fn or gather
+        for (part, name), items, longest in zip(lists, held, map(max, *lengths, [0] * len(lists)), strict=True):
+            setattr(part, name, items + [filler] * (longest - len(items)))
         try:
             yield
         finally:
             for part, function in zip(parts, own, strict=True):
                 part.dist_sync_fn = function
+            for (part, name), items in zip(lists, held, strict=True):
+                setattr(part, name, items)
 
     def _check_agreement(self, metrics: dict[str, float]) -> None:
         gathered = self._world.gather({key: repr(value) for key, value in metrics.items()})  # as text, NaN equals NaN
@@ -106,6 +122,16 @@ class Meters:
                         f"{key!r} must be the same on every rank; compute() gave {value} on rank 0 and {others.get(key)} on rank "
                         f"{rank}. It must combine the ranks' counts, as torchmetrics does, or with world.sum or world.gather"
                     )
+
+
+def _lists(part: Any) -> list[str]:
+    """The states of a torchmetrics metric that are lists of tensors, and not joined to one before they are collected."""
+    reductions: Mapping[str, Any] = getattr(part, "_reductions", {})
+    return [
+        name
+        for name, reduction in reductions.items()
+        if isinstance(getattr(part, name), list) and getattr(reduction, "__name__", "") != "dim_zero_cat"
+    ]
 
 
 def _emptied(meter: Meter) -> Meter:
