@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import Callback, CheckpointFolder, DDPTrainer, World
+from trainer.workers import loader_options
 
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
 STEPS = 200
@@ -96,6 +97,17 @@ def test_workers_outlive_a_signal_to_the_whole_group(ranks: Ranks, tmp_path: Pat
     else:
         assert outcome.value == (3, f"received {signal.Signals(number).name}")
     assert "worker" not in outcome.stderr
+
+
+def test_the_end_of_one_process_is_not_told_to_the_workers_of_another(ranks: Ranks, tmp_path: Path) -> None:
+    """Forked from one parent: its workers would leave at the next signal, in the middle of what they do."""
+
+    def fit(folder: str) -> bool:
+        run(tmp_path / folder, (), signal.SIGUSR1, 1)
+        return bool(loader_options({"num_workers": 1}, 0)["worker_init_fn"].args[1])
+
+    assert ranks(1, fit, "first") == [False]
+    assert ranks(1, fit, "second") == [False]
 
 
 def test_workers_are_gone_with_their_process_after_an_error(ranks: Ranks, tmp_path: Path) -> None:

@@ -35,11 +35,14 @@ def loader_options(options: Mapping[str, Any], seed: int | None) -> dict[str, An
         _end_with(os.getpid())
         # the system watches over the thread that starts them: another than the main one may end before they are done
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        added["worker_init_fn"] = functools.partial(_start, parent, _ending, options.get("worker_init_fn"))
+        added["worker_init_fn"] = functools.partial(_start, parent, _ending(os.getpid()), options.get("worker_init_fn"))
     return added
 
 
-_ending = torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]  # seen by living workers
+@functools.cache
+def _ending(process: int) -> Tensor:
+    """Whether it ends, as its living workers see it. One for each process: those that one parent has forked end one by one."""
+    return torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
@@ -63,7 +66,7 @@ def _end_with(process: int) -> None:
 
 def _end_workers() -> None:
     """After an error some may still be at work; their signal handler says when they may leave."""
-    _ending.fill_(True)
+    _ending(os.getpid()).fill_(True)
     children = [child for child in multiprocessing.active_children() if vars(child).get("_target") is _worker_loop]
     deadline = time.monotonic() + _PATIENCE
     for child in children:
