@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import workers
 from .roll_call import CAUSE, LATE, LEFT
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def calling(call: str, world: World, told: Callable[[BaseException], BaseExcepti
 
 def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement: StopAgreement) -> BaseException:
     """Tell the callbacks and torchrun of what ends `fit`; returns it with more said, where there is more to say."""
+    workers.let_go()
     consequence = trainer.world.is_consequence(error)
     if not consequence:
         error = explained(error, trainer)

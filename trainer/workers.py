@@ -45,6 +45,12 @@ def _ending(process: int) -> Tensor:
     return torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
 
 
+def let_go() -> None:
+    """After an error: the workers that are at work may leave when their loader ends them. Those of a later fit are told anew."""
+    _ending(os.getpid()).fill_(True)
+    _ending.cache_clear()
+
+
 def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
     def outlive(signal_number: int, frame: object) -> None:
         if ending:
