@@ -43,7 +43,7 @@ class Precision:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for parameter in trainable:
                 if id(parameter) not in held and parameter.grad is not None:
-                    parameter.grad.div_(self.scaler._scale)  # type: ignore[arg-type]  # a tensor since the first loss was scaled
+                    parameter.grad.div_(self.scaler._scale)  # type: ignore[arg-type]  # __init__ has made it
 
     def overflowed(self, optimizer: Optimizer) -> bool:
         """Whether the update must be skipped; adapts the scale. In fp16 the host waits for the device here."""
