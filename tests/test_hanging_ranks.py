@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 import trainer.world
 from tests.helpers import Numbers, Outcome, Ranks, Toy, mean_of_outputs
-from trainer import Callback, DDPTrainer, TrainerConfig, World
+from trainer import Callback, DDPTrainer, TrainerConfig, World, failure
+from trainer.roll_call import LATE
 
 LIMIT = 3.0  # seconds that a collective waits
 LEAVING = 5.0  # seconds more after which a rank that waited is gone
@@ -217,24 +219,13 @@ def test_work_on_rank_0_may_take_as_long_as_the_others_were_told_to_wait(ranks: 
     assert max(slow.seconds, other.seconds) < 20
 
 
-def test_a_rank_that_came_to_wait_later_still_names_the_one_that_hangs(ranks: Ranks, tmp_path: Path) -> None:
-    """It may see the end of the other that waited before its own time is over."""
-    hang = Hang(tmp_path, 0, "training_step", 2, world_size=3)
-
-    def action(rank: int, place: str, step: int) -> None:
-        if (rank, place, step) == (2, "training_step", 2):
-            time.sleep(1.5)
-        hang(rank, place, step)
-
-    def run() -> None:
-        try:
-            fit(action)
-        finally:
-            (tmp_path / f"left-{os.environ['RANK']}").touch()
-
-    outcomes = ranks.outcomes(3, run, timeout=40, env=UNRECORDED)
-    for outcome in waiting(outcomes, gone=0):
-        assert outcome.message.endswith("rank 0 did not answer: it hangs, is slow, or was killed"), outcome.message
+def test_a_rank_that_hangs_is_named_though_another_gave_up_before() -> None:
+    """To a rank that began to wait later, and sees the other one's end before its own time is over."""
+    roll_call = SimpleNamespace(ask=lambda timed_out: ({LATE: [1]}, [0]))
+    world = SimpleNamespace(roll_call=roll_call, is_main=False, rank=2)
+    waiting: Any = SimpleNamespace(world=world, state=SimpleNamespace(step=2))
+    text = failure._of_others(RuntimeError("gloo: Connection closed by peer"), waiting)
+    assert text.endswith("rank 0 did not answer: it hangs, is slow, or was killed")
 
 
 # Unless told otherwise.
