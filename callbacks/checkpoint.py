@@ -68,7 +68,8 @@ class Checkpoint(Callback):
         self._mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
         self._best = self._best_on_disk = math.inf
-        self._is_best = self._monitored_another = False
+        self._new_best = math.inf  # of the evaluation since the last safe point, where it is one
+        self._monitored_another = False
         self._warned = False
         self._has_evaluated = self._made_folder = False
 
@@ -109,7 +110,7 @@ class Checkpoint(Callback):
                 self._move_best_aside("another metric")
         self._monitored_another = False
         self._saved_at = time.monotonic()
-        self._is_best = False
+        self._new_best = math.inf
         self._has_evaluated = trainer.finished  # then no evaluation is to come
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -126,7 +127,7 @@ class Checkpoint(Callback):
             self._warned = True
         self._has_evaluated = True
         if value < self._best:
-            self._best, self._is_best = value, True
+            self._best = self._new_best = value
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
         self._tolerate(self._files.raise_error)
@@ -138,11 +139,11 @@ class Checkpoint(Callback):
             or (self._every_epochs is not None and state.epoch_samples == 0 and state.epoch % self._every_epochs == 0)
             or time.monotonic() - self._saved_at >= self._every_seconds
         )
-        if not due and not self._is_best:
+        is_best = self._new_best < math.inf
+        if not due and not is_best:
             return
         # best.pt first: a step file that knows of a best evaluation must never be there without it
-        names = ["best.pt"] * self._is_best + [f"step-{state.step:08d}.pt"] * due
-        self._is_best = False
+        names = ["best.pt"] * is_best + [f"step-{state.step:08d}.pt"] * due
         self._tolerate(lambda: self._save(names, trainer))
         if due:
             self._saved_at = time.monotonic()
@@ -200,7 +201,10 @@ class Checkpoint(Callback):
         _log.warning("%s is of %s; moved it to %s", self.best_path, whose, aside)
 
     def _save(self, names: list[str], trainer: DDPTrainer) -> None:
+        if self._async_write:
+            self._tolerate(self._files.wait)  # for the file before; if that failed, this one is written all the same
         step, best = trainer.state.step, self._best
+        self._new_best = math.inf  # if this one fails, it is forgotten
         parameters = [key for key, value in self._files.parameters(trainer.model).items() if value.requires_grad]
 
         def write(content: Mapping[str, Any]) -> None:
@@ -209,12 +213,12 @@ class Checkpoint(Callback):
                 return
             for name in names:
                 self._files.write(name, content)
-            self._best_on_disk = best
+                if name == "best.pt":
+                    self._best_on_disk = best
             self._retire(step)
 
         self._written_for = weakref.ref(trainer)
         if self._async_write:
-            self._tolerate(self._files.wait)  # for the file before; if that failed, this one is written all the same
             self._files.write_behind(trainer.state_dict(), write)
         else:
             write(trainer.state_dict())
@@ -233,7 +237,7 @@ class Checkpoint(Callback):
         except OSError as error:
             if self._on_error == "stop":
                 raise
-            self._best = self._best_on_disk  # so that the next better one is written
+            self._best = min(self._best_on_disk, self._new_best)  # so that the next better one is written
             _log.warning("Checkpoint: the run goes on without a file that could not be written: %s", error)
 
 

@@ -42,7 +42,9 @@ class Summary(Callback):
             raise TypeError(f"monitor must be a key of the evaluation, or None for its first; found {monitor!r}")
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
+        self._asked_for = monitor
         self.monitor = monitor
+        """The key whose best value is shown; None before the first evaluation, where that shall decide."""
         self.mode = mode
         self.best: float | None = None
         """The best value so far; None before there is one."""
@@ -55,7 +57,7 @@ class Summary(Callback):
 
     def on_fit_start(self, trainer: DDPTrainer) -> None:
         if trainer.state.window == 0:  # another run's values may be left of a callback that is used again
-            self.best = self.best_step = self.last = None
+            self._forget()
         self._begun = copy.copy(trainer.state)
         self._started = time.monotonic()
         _print(f"{_processes(trainer)}, {_beginning(trainer)}")
@@ -65,10 +67,11 @@ class Summary(Callback):
             _print(f"files: {', '.join(files)}")
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        if self.monitor is None:
-            if not metrics:
-                return
+        if self._asked_for is None and metrics and self.monitor not in metrics:  # no longer: a resumed run may evaluate others
+            self._forget()
             self.monitor = next(iter(metrics))
+        if self.monitor is None:
+            return
         if self.monitor not in metrics:
             raise ValueError(
                 f"Summary monitors {self.monitor!r}, which is no key of the evaluation: it has {', '.join(map(repr, metrics))}"
@@ -94,11 +97,15 @@ class Summary(Callback):
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.monitor = self.monitor or state["monitor"]
+        self.monitor = self._asked_for or state["monitor"]
         if (state["monitor"], state["mode"]) == (self.monitor, self.mode):
             self.best, self.best_step, self.last = state["best"], state["best_step"], state["last"]
         else:  # the best of another metric is not this one's
             self.best = self.best_step = self.last = None
+
+    def _forget(self) -> None:
+        self.monitor = self._asked_for
+        self.best = self.best_step = self.last = None
 
     def _is_best(self, value: float) -> bool:
         if self.best is None:

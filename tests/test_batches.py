@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from tests.helpers import Numbers, Ranks, Recorder, Toy, ValueToy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, World
-from trainer.data import to_device
+from trainer.data import Loader, to_device
 from trainer.order import Permutation
 from trainer.randomness import seed_generators
 
@@ -600,3 +600,83 @@ def test_indices_of_a_subset_may_count_from_the_end(ranks: Ranks, workers: int) 
         return DDPTrainer(model, optimizer, loss_fn=mean_of_outputs, loader_options=options, config=config).evaluate(data)["loss"]
 
     assert ranks(1, run) == [(7 + 3 + 0 + 6) / 4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint32, np.int16, np.int64])
+def test_a_part_of_rows_may_be_named_by_indices_of_any_integer_type(workers: int, kind: type) -> None:
+    rows = TensorDataset(torch.arange(20.0, dtype=torch.float64), torch.arange(20.0, dtype=torch.float64))
+    part = Subset(Subset(rows, np.arange(19, 3, -1).astype(kind)), [0, 3, 5, -1, 7])  # type: ignore[arg-type]
+    model = Toy()
+    trainer = DDPTrainer(
+        model,
+        SGD(model.parameters(), lr=1.0),
+        part,
+        loss_fn=mean_of_outputs,
+        loader_options={"num_workers": workers},
+        config=TrainerConfig(batch_size=2, global_batch_size=5, shuffle=False),
+    )
+    trainer.fit()
+    assert model.w.item() == pytest.approx(-(19 + 16 + 14 + 4 + 12) / 5)
+
+
+def test_a_part_of_rows_that_live_on_a_device_is_gathered_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.utils.data.random_split of them: the places are sent to where the rows are, one message for many batches."""
+    sent: list[Any] = []
+    to = Tensor.to
+
+    def watched(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        sent.append((self.tolist(), arguments))
+        return to(self, *arguments, **named)
+
+    rows = TensorDataset(torch.arange(8.0), torch.arange(8.0))
+    source = Loader(Subset(rows, [7, 5, 3, 1]), {}, 0, 0)
+    monkeypatch.setattr(Tensor, "to", watched)
+    batches = list(source.batches(iter([(0, range(2), [0, 1]), (0, range(2, 4), [2, 3])])))
+    monkeypatch.undo()
+    assert [[column.tolist() for column in batch] for batch in batches] == [[[7, 5]] * 2, [[3, 1]] * 2]
+    assert sent == [([7, 5, 3, 1], (torch.device("cpu"),))]
+
+
+def test_a_dataset_that_returns_fewer_samples_than_asked_is_an_error() -> None:
+    """They would be weighted, and counted, as if all were there."""
+
+    class Dropping(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[index] for index in indices if index != 5]
+
+    for call in (lambda: train_on(Dropping(8)), lambda: toy_trainer(1, batch_size=4).evaluate(Dropping(8))):
+        with pytest.raises(ValueError, match="__getitems__ must return every sample asked for: 4; found 3"):
+            call()
+
+
+def train_on(data: Dataset[Any]) -> None:
+    model = Toy()
+    config = TrainerConfig(batch_size=4, shuffle=False)
+    DDPTrainer(model, SGD(model.parameters(), lr=1.0), data, loss_fn=mean_of_outputs, config=config).fit()
+
+
+class Files(Numbers):
+    """Opened in each worker, as torch's documentation shows."""
+
+    opened = False
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        assert self.opened
+        return super().__getitem__(index)
+
+
+def open_files(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.opened = True
+
+
+def test_a_worker_finds_the_scripts_own_dataset() -> None:
+    model = Toy()
+    options = {"num_workers": 1, "worker_init_fn": open_files}
+    config = TrainerConfig(batch_size=4)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    DDPTrainer(model, optimizer, Files(8), Files(4), loss_fn=mean_of_outputs, loader_options=options, config=config).fit()

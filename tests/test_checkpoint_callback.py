@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -494,3 +496,65 @@ def test_a_file_is_due_once_the_minutes_have_passed_since_the_last_one(tmp_path:
 def test_minutes_out_of_range_are_refused(tmp_path: Path, minutes: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="every_minutes"):
         Checkpoint(tmp_path, every_minutes=minutes)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *names: str, slow: float = 0.0) -> None:
+    """The disk has no room for these files, which takes `slow` seconds to find out."""
+    write = checkpoint.write
+
+    def written(path: Path, content: Mapping[str, Any]) -> None:
+        if path.name not in names and f"{path.name} {content['state']['step']}" not in names:
+            return write(path, content)
+        time.sleep(slow)
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(checkpoint, "write", written)
+
+
+@pytest.mark.parametrize("async_write", [False, True])
+def test_the_best_that_was_written_is_kept_though_the_step_file_beside_it_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_write: bool
+) -> None:
+    """A later evaluation that is worse must not take its place."""
+    failing(monkeypatch, name(2))
+    scripted(tmp_path, (0.6, 0.4, 0.5, 0.55), on_error="warn", async_write=async_write).fit()
+    assert best_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("slow", [0.0, 0.3])
+def test_a_best_that_could_not_be_written_does_not_let_a_worse_one_replace_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: float
+) -> None:
+    """Of which one hears at the safe point of the next best evaluation: before that is written, or by waiting for it."""
+    failing(monkeypatch, "best.pt 1", slow=slow)
+    scripted(tmp_path, (0.6, 0.4, 0.5, 0.45), Joined() if not slow else Callback(), on_error="warn", async_write=True).fit()
+    assert best_step(tmp_path) == 2
+    newest = CheckpointFolder(tmp_path).newest()
+    assert newest is not None
+    assert newest["callbacks"]["Checkpoint"]["best"] == 0.4
+
+
+class Joined(Callback):
+    """Lets what is being written end before the next safe point."""
+
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+
+
+def test_a_folder_is_the_one_that_was_named_wherever_the_script_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a thread writes."""
+    monkeypatch.chdir(tmp_path)
+
+    class Elsewhere(Callback):
+        def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+            (tmp_path / "other" / "run").mkdir(parents=True, exist_ok=True)
+            os.chdir(tmp_path / "other")
+
+    for number in (1, 2):
+        monkeypatch.chdir(tmp_path)
+        toy_trainer(4, batch_size=2, epochs=number, callbacks=[Elsewhere(), Checkpoint("run")]).fit(tmp_path / "run")
+    assert listing(tmp_path / "run") == [name(2), name(4)]
+    assert listing(tmp_path / "other" / "run") == []
+    assert not (tmp_path / "run" / ".lock").exists()

@@ -14,6 +14,7 @@ import random
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -782,3 +783,71 @@ def test_a_module_is_told_of_which_version_its_values_are(tmp_path: Path, wrappe
     model: Any = torch.compile(Whole(), backend="eager") if compiled else Whole()
     toy_trainer(4, model, batch_size=2).load_state_dict(content)
     assert found == [2]
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.EMFILE, "no"), MemoryError()])
+def test_a_file_that_cannot_be_read_now_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Or an older one would be taken, and the newer removed for it."""
+    for step in (1, 2):
+        CheckpointFolder(tmp_path).write(name(step), content(step))
+    verify = checkpoint._verify
+
+    def refused(path: Path) -> None:
+        if path.name == name(2):
+            raise error
+        verify(path)
+
+    monkeypatch.setattr(checkpoint, "_verify", refused)
+    with pytest.raises(type(error)):
+        toy_trainer(4).fit(resume_from=tmp_path)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Any = ".") -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refused)
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PermissionError):
+        toy_trainer(4).fit(resume_from=tmp_path)
+
+
+def test_a_file_that_its_run_removes_for_a_newer_one_is_passed_over_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing and the reading, with ``keep_last=1``."""
+    folder = CheckpointFolder(tmp_path)
+    folder.write(name(1), content(1))
+    verify = checkpoint._verify
+
+    def overtaken(path: Path) -> None:
+        if path.name == name(1):
+            folder.write(name(2), content(2))
+            path.unlink()
+        verify(path)
+
+    monkeypatch.setattr(checkpoint, "_verify", overtaken)
+    assert step_of(folder.newest()) == 2
+
+
+def test_a_link_to_nowhere_is_a_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / name(3)).symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"all 1 checkpoints in .* are damaged"):
+        CheckpointFolder(tmp_path).newest()
+
+
+def test_a_file_system_that_cannot_sync_folders_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def refuse_folders(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    CheckpointFolder(tmp_path).write(name(1), content(1))
+    assert step_of(CheckpointFolder(tmp_path).newest()) == 1

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import random
+import shutil
 import signal
 import socket
 import threading
@@ -497,3 +498,25 @@ def test_a_model_that_saves_under_other_names_does_not_get_another_runs_folder(t
     assert run("b", 0.5, 2, tmp_path / "b") == 8
     with pytest.raises(FileExistsError, match="already holds checkpoints of a run"):
         run("b", 1.0, 2, tmp_path / "a" / name(2))
+
+
+@pytest.mark.parametrize("async_write", [False, True])
+def test_a_folder_that_was_made_anew_belongs_to_the_job_that_made_it(tmp_path: Path, async_write: bool) -> None:
+    """The first one neither writes there any more, nor removes files, nor lets a third in."""
+    folder = tmp_path / "run"
+    other = CheckpointFolder(folder)
+
+    class Replacing(Callback):
+        def on_step(self, of: DDPTrainer, metrics: Mapping[str, float]) -> None:
+            if of.state.step == 2:
+                shutil.rmtree(folder)
+                folder.mkdir()
+                trainer.folder._held.clear()  # the other one is of another process
+                other.lock()
+                (folder / name(99)).touch()
+
+    files = Checkpoint(folder, every_steps=1, async_write=async_write)
+    with pytest.raises(CheckpointError, match=r"in use by another job .*: it was removed, and made anew, while this run had"):
+        toy_trainer(8, batch_size=2, callbacks=[Replacing(), files]).fit()
+    assert listing(folder) == [".lock", name(99)]
+    other.unlock()

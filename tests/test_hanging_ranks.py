@@ -287,3 +287,22 @@ def test_a_limit_that_was_given_stays(ranks: Ranks) -> None:
         return fit(late(2.5, ("training_step", 0), ("training_step", 3)), 20.0)
 
     assert ranks(2, run) == [6, 6]
+
+
+def test_who_waits_for_a_samplers_order_says_so(ranks: Ranks) -> None:
+    """Whatever names the script has for its own methods."""
+
+    class Slow(torch.utils.data.SequentialSampler):
+        def __iter__(self) -> Any:
+            if World.from_env().rank == 0:
+                time.sleep(30)
+            return super().__iter__()
+
+    def fit() -> None:
+        model = Toy()
+        world = World.from_env(timeout=timedelta(seconds=3))
+        optimizer, data = torch.optim.SGD(model.parameters(), lr=1.0), Numbers(8)
+        DDPTrainer(model, optimizer, data, loss_fn=mean_of_outputs, sampler=Slow(data), world=world).fit()
+
+    _, waiting = ranks.outcomes(2, fit, timeout=20)
+    assert "rank 1 was waiting for rank 0, which draws the sampler's order" in waiting.message

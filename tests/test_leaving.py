@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
+import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -426,3 +430,74 @@ def test_an_error_that_every_rank_raises_is_recorded_last_where_it_is_a_copy(ran
     outcomes = ranks.outcomes(2, begin, timeout=30)
     assert [(outcome.error, outcome.message) for outcome in outcomes] == [("ValueError", "boom")] * 2
     assert recorded_at(outcomes[1 - cause]) > recorded_at(outcomes[cause])
+
+
+def test_torchrun_is_told_of_an_error_before_the_hooks_are(ranks: Ranks, tmp_path: Path) -> None:
+    """One of which may never come back, such as one that waits for a server."""
+
+    class Looking(Recorder):
+        def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+            recorded = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+            (tmp_path / "found").write_text(recorded.read_text() if recorded.exists() else "")
+
+    outcomes = ranks.outcomes(1, lambda: toy_trainer(8, batch_size=2, callbacks=[FailingHook(), Looking()]).fit(), launched=True)
+    assert outcomes[0].error == "ValueError"
+    assert "boom" in (tmp_path / "found").read_text()
+
+
+def test_an_error_that_cannot_be_recorded_stays_what_it_is(ranks: Ranks) -> None:
+    """The disk that torchrun's file lies on may be full too; half a file would end the agent."""
+
+    def fit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with pytest.raises(ValueError, match="boom"):
+            toy_trainer(8, batch_size=2, callbacks=[FailingHook()]).fit()
+        assert not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"])
+        os._exit(7)
+
+    (outcome,) = ranks.outcomes(1, fit, launched=True)
+    assert outcome.exit_code == 7, outcome
+
+
+def test_an_interrupt_in_one_hook_keeps_no_other_from_closing_its_files(ranks: Ranks) -> None:
+    class Impatient(Recorder):
+        def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+            raise KeyboardInterrupt
+
+    def fit() -> tuple[list[str], bool]:
+        last = Recorder()
+        trainer = toy_trainer(8, batch_size=2, callbacks=[FailingHook(), Impatient(), last])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+        return [call.name for call in last.calls][-1:], trainer.world.failed
+
+    assert ranks(1, fit) == [(["on_exception"], True)]
+
+
+def test_an_error_where_no_memory_can_be_shared_is_told_as_any_other(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As too many open files, with a dataset that leaves them open, and no workers."""
+
+    def refuse(self: Tensor) -> Tensor:
+        raise RuntimeError("unable to open shared memory object: Too many open files")
+
+    def fit() -> list[str]:
+        recorder = Recorder()
+        monkeypatch.setattr(Tensor, "share_memory_", refuse)
+        with pytest.raises(ValueError, match="boom"):
+            toy_trainer(8, batch_size=2, callbacks=[FailingHook(), recorder]).fit()
+        return [call.name for call in recorder.calls][-1:]
+
+    assert ranks(1, fit) == [["on_exception"]]
+
+
+@pytest.mark.parametrize("code", [None, 0, 3])
+def test_a_script_that_ends_in_the_with_block_has_failed_only_where_it_says_so(ranks: Ranks, code: int | None) -> None:
+    def fit() -> None:
+        with toy_trainer(8, batch_size=2) as trainer:
+            trainer.fit()
+            sys.exit(code)
+
+    (outcome,) = ranks.outcomes(1, fit, launched=True)
+    assert (outcome.recorded is not None) == bool(code)
+    assert outcome.exit_code == (code or 0)

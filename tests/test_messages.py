@@ -26,6 +26,7 @@ from torch.utils.data import Subset, TensorDataset
 from callbacks import Checkpoint, EarlyStopping, JSONLines, Profiler, TensorBoard
 from tests.helpers import Numbers, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import Callback, CheckpointError, CheckpointFolder, DDPTrainer, Mean, TrainerConfig, World, checkpoint
+from trainer.host_copy import HostCopy
 from trainer.launch import Launch, choose_device
 
 
@@ -747,3 +748,96 @@ def test_an_error_that_is_told_more_keeps_what_it_can_of_its_type() -> None:
     with pytest.raises(RuntimeError, match="allocate memory: 7 on cpu\nout of memory with batch_size=2") as error:
         toy_trainer(8, kind=Hungry, batch_size=2).fit()
     assert isinstance(error.value.__cause__, Allocation)
+
+
+def test_warnings_point_at_the_line_of_the_script() -> None:
+    """Those of a trainer's methods, of a callback's, of what the optimizer lacks, and of what has no effect."""
+
+    class Misnamed(DDPTrainer):
+        def validation_step(self, batch: Any) -> None: ...
+
+    class Hooked(Callback):
+        def on_train_end(self, trainer: DDPTrainer) -> None: ...
+
+    def lacking() -> None:
+        model = nn.ModuleDict({"toy": Toy(), "more": Toy()})
+        model.forward = lambda x: model["toy"](x) + model["more"](x)  # type: ignore[method-assign]
+        optimizer = torch.optim.SGD(model["toy"].parameters(), lr=1.0)
+        DDPTrainer(model, optimizer, Numbers(2), loss_fn=mean_of_outputs, config=TrainerConfig(batch_size=2)).fit()
+
+    def quiet() -> None:
+        model = Toy().eval()
+        DDPTrainer(model, torch.optim.SGD(model.parameters()), Numbers(2), loss_fn=mean_of_outputs).fit()
+
+    def misnamed() -> None:
+        model = Toy()
+        Misnamed(model, torch.optim.SGD(model.parameters()))
+
+    def hooked() -> None:
+        model = Toy()
+        DDPTrainer(model, torch.optim.SGD(model.parameters()), callbacks=[Hooked()])
+
+    for call in (lacking, quiet, misnamed, hooked):
+        with pytest.warns() as caught:
+            call()
+        own = {(__file__, line) for *_, line in call.__code__.co_lines()}
+        assert [(warning.filename, warning.lineno) in own for warning in caught] == [True], caught[0]
+
+
+def test_what_runs_out_of_memory_is_named_by_where_it_did() -> None:
+    """Not by names that a script has for its own methods; and the copy of a state by what makes it."""
+
+    class Predicting(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            return self.predict(batch) if model.training else super().training_step(model, batch)
+
+        def predict(self, data: Any) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError, match="halve it and keep the global batch"):
+        toy_trainer(4, kind=Predicting, batch_size=2).fit()
+
+
+def test_a_copy_of_the_state_that_finds_no_memory_says_what_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(self: HostCopy, content: Any) -> Any:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    monkeypatch.setattr(HostCopy, "take", take)
+    with pytest.raises(RuntimeError, match=r"with a copy of the state to be written: Checkpoint\(async_write=False\) needs none"):
+        toy_trainer(4, batch_size=2, callbacks=[Checkpoint(tmp_path)]).fit()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_texts_that_the_default_collate_has_put_into_a_tuple_come_in_order(ranks: Ranks, world_size: int) -> None:
+    class Named(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)[0], f"sample {index}"
+
+    class Naming(DDPTrainer):
+        def predict_step(self, model: nn.Module, batch: Any) -> Any:
+            numbers, names = batch
+            return {"y": numbers, "name": names}
+
+    def predict() -> Any:
+        return toy_trainer(1, kind=Naming, batch_size=3).predict(Named(7))
+
+    predicted, *_ = ranks(world_size, predict)
+    assert predicted["name"] == [f"sample {number}" for number in range(7)]
+    assert predicted["y"].tolist() == list(range(7))
+
+
+def test_a_loss_that_holds_weights_goes_to_the_device() -> None:
+    class Weighted(nn.Module):
+        device: Any = None
+
+        def to(self, *arguments: Any, **named: Any) -> Any:
+            self.device = arguments[0]
+            return super().to(*arguments, **named)
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return outputs.mean()
+
+    model, loss = Toy(), Weighted()
+    trainer = DDPTrainer(model, torch.optim.SGD(model.parameters()), Numbers(2), loss_fn=loss)
+    assert loss.device == trainer.world.device
+    assert trainer.loss_fn is loss

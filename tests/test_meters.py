@@ -227,3 +227,19 @@ def test_meters_come_in_one_order_whatever_that_of_each_rank(ranks: Ranks) -> No
         return trainer.evaluate(Numbers(4))
 
     assert ranks(2, run, timeout=20) == [{"sum": 6.0, "largest": 3.0}] * 2
+
+
+def test_an_object_that_comes_in_a_later_batch_only_is_refused() -> None:
+    """Its number would be of a part of the data."""
+
+    class Late(DDPTrainer):
+        total = SumMetric()
+        number = 0
+
+        def eval_step(self, model: nn.Module, batch: Any) -> Any:
+            self.number += 1
+            self.total.update(batch[0])
+            return {"loss": batch[0].mean()} | ({"total": self.total} if self.number == 2 else {})
+
+    with pytest.raises(ValueError, match="eval_step must return the same object as 'total' every time"):
+        toy_trainer(1, kind=Late, batch_size=2).evaluate(Numbers(4))

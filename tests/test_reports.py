@@ -7,15 +7,16 @@ import math
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from tests.helpers import Numbers, Ranks, Recorder, Toy, ValueToy, mean_of_outputs, toy_trainer
-from trainer import DDPTrainer, Mean, TrainerConfig
+from trainer import DDPTrainer, Mean, TrainerConfig, World
 
 
 class Seen(DDPTrainer):
@@ -438,3 +439,53 @@ def test_a_loss_over_items_keeps_the_key_of_its_speed_to_itself() -> None:
 
     with pytest.raises(ValueError, match="the key 'items_per_second', under which the trainer reports its own"):
         toy_trainer(8, kind=Own, batch_size=2).fit()
+
+
+@pytest.mark.parametrize(("bad", "where"), [(5, "at step 2"), (19, "by step 6"), (45, "by step 12")])
+def test_beyond_the_steps_that_are_marked_the_warning_says_by_when(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, bad: int, where: str
+) -> None:
+    """Windows of 4 on two ranks, reports at every sixth step, of which three are told apart, the last for all that follow."""
+    from trainer import reports as module
+
+    monkeypatch.setattr(module, "_MARKS", 3)
+    numbers = [1.0] * 48
+    numbers[bad] = math.nan
+
+    def fit() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reports(numbers, batch_size=2, log_every=6)
+        return [str(warning.message) for warning in caught if "finite" in str(warning.message)]
+
+    told, _ = ranks(2, fit)
+    assert told == [f"the loss was not finite {where} on rank 1. It is reported as it is"]
+
+
+def test_the_rank_that_returns_other_keys_is_named_though_it_had_no_sample_before(ranks: Ranks) -> None:
+    """Rank 0 of a stream that shards itself, whose part is empty until after the first report."""
+
+    class Uneven(IterableDataset[Tensor]):
+        sharded = True
+
+        def __iter__(self) -> Iterator[Tensor]:
+            world, epoch = World.from_env(), self.epoch
+            return iter([torch.ones((), dtype=torch.float64)] * (2 if world.rank == 1 or epoch else 0))
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    class Other(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            loss = model(batch).mean()
+            return {"loss": loss, "mine" if self.world.rank == 0 else "theirs": loss.detach()}
+
+    def fit() -> None:
+        model = Toy()
+        config = TrainerConfig(batch_size=1, log_every=1, epochs=2)
+        Other(model, torch.optim.SGD(model.parameters(), lr=1.0), Uneven(), config=config).fit()
+
+    outcome, _ = ranks.outcomes(2, fit)
+    assert outcome.error == "ValueError"
+    assert "['loss', 'mine'] on rank 0" in outcome.message
+    assert "['loss', 'theirs'] on rank 1" in outcome.message

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
-from trainer import Callback, CheckpointFolder, DDPTrainer, World
+from trainer import Callback, CheckpointFolder, DDPTrainer, World, agreement, checkpoint
 from trainer.workers import loader_options
 
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
@@ -341,3 +343,117 @@ def test_the_first_evaluation_is_given_all_the_time_there_is_after_a_signal(tmp_
 
     toy_trainer(6, eval_numbers=2, kind=Watched, batch_size=2, eval_every=1).fit()
     assert [round(seconds) for seconds in allowed] == [5, 25, 5, 5, 5, 5]
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Every file takes that long."""
+    write = checkpoint.torch.save
+
+    def save(*arguments: Any, **named: Any) -> None:
+        time.sleep(seconds)
+        write(*arguments, **named)
+
+    monkeypatch.setattr(checkpoint.torch, "save", save)
+
+
+@pytest.mark.parametrize("told", [(0,), (1,), (0, 1)])
+def test_the_first_checkpoint_is_given_its_time_after_a_signal(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: tuple[int, ...]
+) -> None:
+    """No write has shown how long it takes. Whoever waits for rank 0's leaves after it."""
+    slowly(monkeypatch, 3.0)
+    monkeypatch.setattr(agreement, "_SLACK", 0.5)
+    outcomes = ranks.outcomes(2, run, tmp_path, told, signal.SIGTERM)
+    assert [outcome.value for outcome in outcomes] == [(4, "received SIGTERM")] * 2, outcomes
+    assert list(CheckpointFolder(tmp_path).steps()) == [4]
+    assert CheckpointFolder(tmp_path).newest() is not None
+
+
+@pytest.mark.parametrize("async_write", [False, True])
+def test_a_file_that_is_on_its_way_when_the_signal_comes_becomes_whole(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, async_write: bool
+) -> None:
+    """However long the step has taken by then, and though the run ends with it."""
+    slowly(monkeypatch, 2.0)
+    monkeypatch.setattr(agreement, "_SLACK", 0.0)
+
+    def fit() -> int:
+        late = threading.Timer(1.0, lambda: signal_oneself(signal.SIGTERM))
+        files = Checkpoint(tmp_path, async_write=async_write)
+        return toy_trainer(2, batch_size=1, callbacks=[Once(late.start), files]).fit().step
+
+    (outcome,) = ranks.outcomes(1, fit)
+    assert outcome.value == 2, outcome
+    assert list(CheckpointFolder(tmp_path).steps()) == [2]
+
+
+def test_a_handler_that_came_during_the_run_is_obeyed_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is not ended for a signal that is no longer the trainer's."""
+    monkeypatch.setattr(agreement, "_SLACK", 0.2)
+
+    def fit() -> tuple[int, list[int]]:
+        called: list[int] = []
+
+        def report() -> None:
+            signal.signal(signal.SIGUSR1, lambda number, frame: called.append(number))
+            signal_oneself(signal.SIGUSR1)
+            time.sleep(1.0)
+
+        return toy_trainer(9, batch_size=1, callbacks=[Once(report)]).fit().step, called
+
+    assert ranks(1, fit) == [(9, [signal.SIGUSR1])]
+
+
+def test_a_handler_that_python_does_not_know_of_is_left_alone(ranks: Ranks, tmp_path: Path) -> None:
+    """As that of faulthandler, which shows where a run hangs."""
+
+    def fit() -> int:
+        with open(tmp_path / "stacks", "w") as file:
+            faulthandler.register(signal.SIGUSR1, file)
+            step = toy_trainer(9, batch_size=1, callbacks=[Once(lambda: signal_oneself(signal.SIGUSR1))]).fit().step
+            signal_oneself(signal.SIGUSR1)
+        return step
+
+    assert ranks(1, fit) == [9]
+    assert (tmp_path / "stacks").read_text().count("Current thread") == 2
+
+
+def test_signals_work_with_more_open_files_than_select_takes(ranks: Ranks) -> None:
+    def fit() -> str | None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        held = [os.dup(0) for _ in range(1_100)]
+        trainer = toy_trainer(9, batch_size=1, callbacks=[Once(lambda: signal_oneself(signal.SIGTERM))])
+        threads: list[str] = []
+        trainer._hooks.callbacks += (Once(lambda: threads.extend(thread.name for thread in threading.enumerate())),)
+        reason = trainer.fit().stop_reason
+        assert "signals" in threads
+        assert len(held) == 1_100
+        return reason
+
+    assert ranks(1, fit) == ["received SIGTERM"]
+
+
+class Unpickled(Numbers):
+    """Gets a signal on its way into the worker, which has no handlers yet."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(6)
+        self.number = number
+        self.parent = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if os.getpid() != self.parent:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [*SIGNALS, signal.SIGINT])
+def test_a_worker_outlives_a_signal_that_comes_while_it_starts(number: int) -> None:
+    model = Toy()
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    config = toy_trainer(1, batch_size=1).config
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    trainer = DDPTrainer(model, optimizer, Unpickled(number), loss_fn=mean_of_outputs, loader_options=options, config=config)
+    assert trainer.fit().step == 6
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before

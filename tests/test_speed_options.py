@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from callbacks import Checkpoint
-from tests.helpers import Ranks, Recorder
+from tests.helpers import Ranks, Recorder, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, checkpoint
 
 SIDE = 6
@@ -112,3 +112,17 @@ def test_a_file_of_a_compiled_run_resumes_without_and_the_other_way_round(ranks:
 def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"{name} must be True or False; found"):
         TrainerConfig(**{name: value})
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_on_one_process_a_compiled_model_is_handed_out_bare_after_the_first_step() -> None:
+    """As any other is."""
+    handed: list[bool] = []
+
+    class Handed(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            handed.append(model is self.model)
+            return super().training_step(model, batch)
+
+    toy_trainer(6, kind=Handed, batch_size=2, compile=True).fit()
+    assert handed == [False, True, True]

@@ -402,3 +402,17 @@ def test_a_run_with_several_evaluation_sets_follows_the_one_that_is_named(ranks:
         "ValueError",
         "Summary monitors 'loss', which is no key of the evaluation: it has 'near/loss', 'far/loss'",
     )
+
+
+def test_the_first_key_is_that_of_the_evaluations_of_now(capsys: pytest.CaptureFixture[str]) -> None:
+    """A resumed run, or another trainer with the same callback, may evaluate other sets."""
+    before = Summary()
+    before.on_eval(fake(), {"loss": 0.5})
+    for resumed in (True, False):
+        callback = Summary() if resumed else before
+        if resumed:
+            callback.load_state_dict(before.state_dict())
+        callback.on_fit_start(fake(state=TrainerState(step=4, samples=4, epoch=1) if resumed else TrainerState()))
+        capsys.readouterr()
+        callback.on_eval(fake(state=TrainerState(step=10)), {"val/loss": 0.75, "test/loss": 0.25})
+        assert "best val/loss 0.75 at step 10, last 0.75" in end(callback, capsys)

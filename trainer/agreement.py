@@ -42,7 +42,7 @@ class StopAgreement:
         self._first = True
         self._longest = self._saving = 0.0
         self._evaluations = 0
-        self._is_evaluating = False
+        self._is_evaluating = self._is_leaving = False
         self._signals.open()
 
     def close(self) -> None:
@@ -59,10 +59,18 @@ class StopAgreement:
         if self._is_open:
             self._wish = self._wish or reason
 
-    def settle(self, step: int, due: bool) -> str | None:
-        """Called on every rank after each step: the reason to stop now, the same on all ranks; of several the lowest rank's."""
+    def settle(self, step: int, due: bool, finished: bool) -> str | None:
+        """Called on every rank after each step: the reason to stop now, the same on all ranks; of several the lowest rank's.
+
+        `finished`: whether this was the last step in any case.
+        """
+        reason = self._agreed(step, due)
+        self._is_leaving = finished or reason is not None
+        return reason
+
+    def _agreed(self, step: int, due: bool) -> str | None:
         now = time.monotonic()
-        if not self._first:  # which takes longer: compilation, cold files
+        if not self._first:  # it takes longer than the others: compilation, cold files
             self._longest = max(self._longest, now - self._settled)
         self._first, self._settled = False, now
         if self._max_minutes is not None and self._world.is_main and now - self._started >= 60 * self._max_minutes:
@@ -96,9 +104,12 @@ class StopAgreement:
     def _seconds_to_leave(self) -> float:
         """How long a wish may take to be fulfilled: the longest step, evaluation and hooks included, a save, and some slack.
 
-        A step that takes longer than that already does not end.
+        A step that has taken longer than that by now is not expected to end. A file that is on its way gets all the time there
+        is, and so does rank 0's last one.
         """
-        saving = checkpoint.last_write.seconds if self._world.is_main else self._saving
+        if self._is_leaving or checkpoint.Writes.under_way:
+            return _LATEST
+        saving = checkpoint.Writes.last_seconds if self._world.is_main else self._saving
         allowed = min(self._longest + saving + _SLACK, _LATEST)
         if self._is_evaluating and self._evaluations == 0:
             allowed = _LATEST
@@ -108,5 +119,5 @@ class StopAgreement:
         """How many ranks wish to stop; from rank 0 alone, the steps to the next message and how long its last save took."""
         pace = (time.monotonic() - self._last_time) / max(step - self._last_step, 1)
         interval = max(1, min(self._log_every, int(_PERIOD / max(pace, 1e-9))))
-        from_main = [float(interval), checkpoint.last_write.seconds] if self._world.is_main else [0.0, 0.0]
+        from_main = [float(interval), checkpoint.Writes.last_seconds] if self._world.is_main else [0.0, 0.0]
         return torch.tensor([float(self._wish is not None), *from_main], dtype=torch.float64, device=self._world.device)

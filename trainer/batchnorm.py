@@ -23,7 +23,7 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
                 f"sync_batchnorm=True has no effect: SyncBatchNorm works on CUDA only, and this runs on {world.device.type}. "
                 "Each rank normalises by its own batches",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         return model
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

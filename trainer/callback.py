@@ -82,7 +82,7 @@ class HookGuard(Protocol):
 
 
 class Dispatcher:
-    """Calls the callbacks, in the order given; on ranks other than 0 it holds none.
+    """Calls the callbacks, in the order given, on rank 0; on other ranks they only take over what it has shared.
 
     Raises (on every rank) TypeError for what is no `Callback`, ValueError for a name used twice.
     """
@@ -148,13 +148,19 @@ class Dispatcher:
         self._run("on_fit_end", lambda callback: callback.on_fit_end(trainer))
 
     def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+        interrupt: list[BaseException] = []
+
         def close(callback: Callback) -> None:  # every callback gets to close its files, whatever the others do
             try:
                 callback.on_exception(trainer, error)
-            except Exception:
+            except BaseException as raised:
                 _log.exception("%s.on_exception failed too, after %r", callback.name, error)
+                if not isinstance(raised, Exception):
+                    interrupt.append(raised)
 
         self._run("on_exception", close)
+        if interrupt:
+            raise interrupt[0]
 
     def state_dict(self) -> dict[str, Any]:
         saved: dict[str, Any] = {}

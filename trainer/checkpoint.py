@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import shutil
+import threading
 import time
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 FORMAT = 1
-"""The version of a file's content: a dict of format, state, config, model, optimizer, scheduler, scaler and callbacks."""
+"""The version of a file's content: a dict of format, state, config, model, optimizer, scheduler, scaler and callbacks; of a
+stream that shards itself also epoch_windows and shards."""
 
 UNFINISHED = ".tmp"
 """What the name of a file ends in until it is whole."""
 
+_UNREADABLE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)  # says nothing of the file
 _COMPILED = "_orig_mod"  # what a compiled module calls the module inside
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)  # no bytes: b"" is not loaded
 
 
-class LastWrite:
-    """How long the last write of this process took."""
+class Writes:
+    """Of this process: how many seconds the last one took, and the threads that are at one."""
 
-    seconds = 0.0
-
-
-last_write = LastWrite()
+    last_seconds = 0.0
+    under_way: ClassVar[set[int]] = set()
 
 
 class CheckpointError(RuntimeError):
@@ -47,6 +49,15 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """
     check_plain(content)
     started = time.monotonic()
+    Writes.under_way.add(threading.get_ident())
+    try:
+        _write_whole(path, content)
+    finally:
+        Writes.under_way.discard(threading.get_ident())
+    Writes.last_seconds = time.monotonic() - started
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         with open(unfinished, "wb") as file:
@@ -66,9 +77,11 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     folder = os.open(path.parent, os.O_RDONLY)  # the new name itself must reach the disk too
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems know no such thing of folders
+            raise
     finally:
         os.close(folder)
-    last_write.seconds = time.monotonic() - started
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -76,14 +89,17 @@ def read(path: Path) -> dict[str, Any]:
 
     The tensors of its model are those in the file (where they are changed, copies), as a model copies them anyway.
 
-    Raises CheckpointError for a file that is damaged, no checkpoint, or of a newer format.
+    Raises CheckpointError for a file that is damaged, no checkpoint, or of a newer format; OSError for one that is not there, or
+    that this process may not read or cannot now.
     """
     try:
         _verify(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # verified: the file is in memory now
-    except CheckpointError:
+    except (CheckpointError, FileNotFoundError, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _UNREADABLE:
+            raise
         if type(error).__name__ == "UnpicklingError":  # torch's text advises to let the code run
             refused = str(error).partition("GLOBAL ")[2].split(" ")[0] or "objects"
             raise CheckpointError(

@@ -281,7 +281,7 @@ def check_trained(model: nn.Module, optimizer: Optimizer, is_main: bool) -> None
     if left_out and is_main:
         names = ", ".join(left_out[:5]) + " ..." * (len(left_out) > 5)
         warnings.warn(
-            f"{names} require gradients, but the optimizer does not have them, so they never change: {remedy}", stacklevel=5
+            f"{names} require gradients, but the optimizer does not have them, so they never change: {remedy}", stacklevel=4
         )
 
 

@@ -54,11 +54,11 @@ class TrainerConfig:
     """`torch.compile` for the model's forward while `fit` runs; the keys of its state stay as they are."""
     channels_last: bool = False
     """Lay weights and batches of four dimensions (images) out with the channels last, which convolutions on GPUs like."""
-    cuda_graph: bool = False
-    """On a GPU, record what the steps do there as CUDA graphs and replay that: see `capture.Capture` for what it asks of the
-    steps. Elsewhere: one warning, and nothing else."""
     sync_batchnorm: bool = False
     """BatchNorm normalises by the batches of all ranks together (torch has that for CUDA only; on CPU: one warning)."""
+    cuda_graph: bool = False
+    """On a GPU, record what the steps do there as CUDA graphs and replay that. The steps must not wait for the device, and must
+    return tensors; the optimizer needs ``fused=True`` or ``capturable=True``. Elsewhere: one warning, and nothing else."""
     gradient_compression: Compression | None = None
     """Send gradients between the ranks in this format."""
     shuffle: bool = True

@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from .order import Order
 from .randomness import mix, seed_generators
-from .workers import loader_options
+from .workers import loader_options, started
 
 LOADER_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "pin_memory_device", "timeout", "worker_init_fn"),
@@ -67,7 +67,7 @@ class Loader:
         if self._loader is None:  # in this process a DataLoader would add nothing but its time
             return self._source.rows(asked) if self._source.are_rows else map(self._source.__getitem__, asked)
         self._asked.pending = asked
-        return iter(self._loader)
+        return started(self._loader)
 
 
 class _Requests(Sampler[Request]):
@@ -84,41 +84,48 @@ class _Batches(Dataset[Any]):
     """Answers a `Request` with a collated batch; every sample is fetched under its own random numbers."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None, seed: int | None, purpose: int) -> None:
-        self._dataset = dataset
+        self.of_user = dataset
         self._collate = collate or default_collate
         self._seed = seed
         self._purpose = purpose
         self._epoch = NO_EPOCH
+        self._subsets: list[Subset[Any]] = []  # the outermost first; their own __getitems__ would hide what the innermost answers
+        while type(dataset) is Subset:
+            self._subsets.append(dataset)
+            dataset = dataset.dataset
+        self._innermost: Any = dataset
         self.are_rows = type(dataset) is TensorDataset and self._collate is default_collate
         """Whether the samples are rows of tensors, and a batch nothing but some of them: then `rows` may be asked."""
 
     def rows(self, asked: Iterator[Request]) -> Iterator[list[Tensor]]:
         """The batches asked for, on the device that the tensors are on; it is sent the places of many batches at once."""
-        dataset: Any = self._dataset
+        tensors: tuple[Tensor, ...] = self._innermost.tensors
         while chunk := [indices for _, _, indices in islice(asked, _AT_ONCE)]:
-            places = torch.from_numpy(np.fromiter(chain.from_iterable(chunk), np.int64)).to(dataset.tensors[0].device)
-            for part in torch.split(places, [len(indices) for indices in chunk]):
-                yield [tensor.index_select(0, part) for tensor in dataset.tensors]
+            places = np.array(self._places(list(chain.from_iterable(chunk))), dtype=np.int64)
+            if self._subsets:  # which may count from the end, as index_select does not
+                places += (places < 0) * len(self._innermost)
+            there = {device: torch.from_numpy(places).to(device) for device in {tensor.device for tensor in tensors}}
+            parts = [torch.split(there[tensor.device], [len(indices) for indices in chunk]) for tensor in tensors]
+            for columns in zip(*parts, strict=True):
+                yield [tensor.index_select(0, part) for tensor, part in zip(tensors, columns, strict=True)]
 
     def __getitem__(self, request: Request) -> Any:
         epoch, positions, indices = request
-        dataset: Any = self._dataset
+        dataset: Any = self.of_user
         if epoch not in (self._epoch, NO_EPOCH):  # said here, where living workers hear it too
             self._epoch = epoch
             tell(dataset, epoch)
-        while type(dataset) is Subset:  # its own __getitems__ would hide that the inner one answers sample by sample
-            dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
-        if type(dataset) is TensorDataset and self._collate is default_collate:
-            if min(indices) < 0:  # of a Subset: from the end, which index_select does not take
-                indices = [index + len(dataset) if index < 0 else index for index in indices]
-            places = torch.from_numpy(np.array(indices))  # in less time than torch.tensor, and than indexing by a list
-            return [tensor.index_select(0, places) for tensor in dataset.tensors]
+        if self.are_rows:
+            return next(self.rows(iter([request])))
+        dataset, indices = self._innermost, self._places(indices)
         call, samples = "__getitems__", []
         of: Any = indices
         try:
             if _answers_batches(dataset):  # draws per batch
                 self._seed_for(epoch, positions[0])
                 samples = dataset.__getitems__(indices)
+                if len(samples) != len(indices):
+                    raise ValueError(f"__getitems__ must return every sample asked for: {len(indices)}; found {len(samples)}")
             else:
                 for position, index in zip(positions, indices, strict=True):
                     call, of = "__getitem__", index
@@ -130,6 +137,12 @@ class _Batches(Dataset[Any]):
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"({type(dataset).__name__}: {call} of {of}, in {_named(epoch)})")
             raise
+
+    def _places(self, indices: list[int]) -> list[int]:
+        """The indices of the innermost dataset."""
+        for subset in self._subsets:
+            indices = [subset.indices[index] for index in indices]
+        return indices
 
     def _seed_for(self, epoch: int, position: int) -> None:
         if self._seed is not None:

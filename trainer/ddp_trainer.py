@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from .steps import Steps
 from .train_data import TrainData
 from .weighting import Weighting
 from .world import World
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class DDPTrainer(Steps):
@@ -68,7 +71,7 @@ class DDPTrainer(Steps):
         optimizer: built on ``model.parameters()``.
         train_data: map-style or iterable dataset; may be None for a trainer that only evaluates.
         eval_data: map-style or iterable dataset, or several by name.
-        loss_fn: ``loss_fn(model(inputs), targets)`` is the default step's loss: 0-dim, the mean over the samples.
+        loss_fn: ``loss_fn(model(inputs), targets)`` is the default step's loss, a 0-dim mean; a module is moved to the device.
         scheduler: an LRScheduler on `optimizer`, or a callable that makes one from ``(optimizer, total_steps)``.
         sampler: one global order over `train_data`, split over the ranks by the trainer; replaces shuffling.
         loader_options: keyword arguments of DataLoader such as ``num_workers`` and ``collate_fn``.
@@ -78,9 +81,6 @@ class DDPTrainer(Steps):
 
     Raises TypeError or ValueError on every rank for arguments that cannot work, and for ranks that were given different ones.
     """
-
-    _reporter: Reporter  # these two anew in each `fit`
-    _weighting: Weighting
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class DDPTrainer(Steps):
         self.world = World.from_env() if world is None else world
         self.world.outside_hook("DDPTrainer")
         self._replica = Replica(model.to(self.world.device), self.world, self.config)
-        self.model = self._replica.model
-        self.optimizer, self.loss_fn, self.state = optimizer, loss_fn, TrainerState()
+        self.model, self.optimizer, self.state = self._replica.model, optimizer, TrainerState()
+        self.loss_fn = loss_fn.to(self.world.device) if isinstance(loss_fn, nn.Module) else loss_fn  # it may hold class weights
         with self.world.together():  # what is wrong on one rank is an error on all
             self.eval_sets = checks.named_sets(eval_data, "eval_data")
             self._train = TrainData(train_data, sampler, loader_options, self.config, self.world.rank, self.world.size)
@@ -166,7 +166,7 @@ class DDPTrainer(Steps):
         return metrics
 
     def predict(self, data: Dataset[Any]) -> Any:
-        """`predict_step`'s outputs over `data`, in dataset order, on rank 0 and its CPU; None on the other ranks.
+        """`predict_step`'s outputs over `data` (map-style), in dataset order, on rank 0 and its CPU; None on the other ranks.
 
         Batches are joined: tensors and arrays along their first dimension, lists one after another, tuples and mappings by field.
         """
@@ -182,11 +182,11 @@ class DDPTrainer(Steps):
         if self._opened_world:
             self.world.close()
 
-    def __enter__(self) -> DDPTrainer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        if error is not None and not self.world.failed:
+        if error is not None and not self.world.failed and (not isinstance(error, SystemExit) or error.code):
             self.world.record_failure(error)
         self.close()
 
@@ -211,16 +211,15 @@ class DDPTrainer(Steps):
 
     @property
     def epoch_step(self) -> int:
-        """Optimizer steps taken in the current epoch; 0 after an epoch's last."""
+        """Windows trained on in the current epoch (in fp16 those of skipped updates too); 0 after an epoch's last."""
         return self.state.epoch_samples // self._train.window_size
 
     @property
     def finished(self) -> bool:
         """Whether the planned end (``epochs`` or ``max_steps``) is reached."""
         state, config = self.state, self.config
-        if config.max_steps is not None and state.step >= config.max_steps:
-            return True
-        return config.last_epoch is not None and state.epoch >= config.last_epoch
+        took_all_steps = config.max_steps is not None and state.step >= config.max_steps
+        return took_all_steps or (config.last_epoch is not None and state.epoch >= config.last_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values and tensors (not copied). On rank 0, where the callbacks are, it is complete."""
@@ -261,7 +260,7 @@ class DDPTrainer(Steps):
             del output  # a value that still has a graph would keep it alive through the next forward
         self._replica.end_window(window)
         self._precision.unscale(self.optimizer, self._replica.trainable)
-        self._weighting.settle(self._replica.trainable, window)
+        self._weighting.normalize(self._replica.trainable, window)
         self._reporter.note_rates(self.optimizer)
         updated, self._reporter.grad_norm = self._capture.run_update(self._update, self.optimizer)
         if updated:
@@ -314,7 +313,7 @@ class DDPTrainer(Steps):
             self._hooks.on_eval(self, self._evaluate())
         if window.last:
             self._hooks.on_epoch_end(self, checks.summarized(self.summarize, self._reporter.take_epoch()))
-        reason = self._agreement.settle(state.window, due=report_due or evaluation_due or window.last)
+        reason = self._agreement.settle(state.window, report_due or evaluation_due or window.last, finished)
         state.stop_reason = None if finished else reason  # on a planned end nobody was stopped
         if updated or window.last or reason is not None:
             self._hooks.on_safe_point(self)
@@ -323,7 +322,7 @@ class DDPTrainer(Steps):
 
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""
-        # Rank 0 decides: where only it sees the folder, a script may have told the others to start afresh.
+        # Rank 0's resume_from counts: where only it sees the folder, a script may have passed None on the others.
         content = self.world.run_on_main(lambda: None if resume_from is None else folder.find(resume_from))
         if content is not None:
             self.load_state_dict(content)

@@ -15,11 +15,11 @@ from .data import NO_EPOCH, Loader, requests, to_device
 from .meters import Meters
 from .metrics import WeightedSums, agree_on_keys, as_mapping, means
 from .order import sequence
-from .plan import chunks
+from .plan import Plan, chunks
 from .precision import Precision
 from .randomness import EVAL_SAMPLE, EVAL_STEP, mix, preserved, seed_generators
 from .replica import Replica
-from .stream import Cut, ShardedStream, Stream
+from .stream import open_stream
 
 if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
@@ -85,7 +85,7 @@ def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: M
         for number, (samples, batch) in enumerate(_of_shares(trainer, dataset, options, list(chunks(own, size)))):
             batch = _prepared(trainer, batch, number)
             with parts.precision.autocast():
-                output = to_device(trainer.predict_step(trainer.model, batch), torch.device("cpu"))
+                output = _listed(to_device(trainer.predict_step(trainer.model, batch), torch.device("cpu")), samples)
             _check_rows(output, samples)
             outputs.append(output)
     lengths, fingerprints = map(set, zip(*world.gather((length, parts.replica.fingerprint())), strict=True))
@@ -95,6 +95,18 @@ def predict(trainer: DDPTrainer, parts: Parts, dataset: Dataset[Any], options: M
         parts.replica.raise_drift(trainer.state.step)
     gathered = world.gather_on_main(outputs)
     return None if gathered is None else joined([output for part in gathered for output in part])
+
+
+def _listed(output: Any, samples: int) -> Any:
+    """`output` with a list in place of a tuple of texts, one for each sample, which is how `default_collate` leaves them."""
+    if isinstance(output, Mapping):
+        return {key: _listed(value, samples) for key, value in output.items()}
+    if not isinstance(output, tuple):
+        return output
+    if len(output) == samples and all(isinstance(value, (str, bytes)) for value in output):
+        return list(output)
+    values = [_listed(value, samples) for value in output]
+    return output._make(values) if hasattr(output, "_make") else type(output)(values)
 
 
 def _check_rows(output: Any, samples: int) -> None:
@@ -154,9 +166,8 @@ def _of_stream(
     trainer: DDPTrainer, dataset: IterableDataset[Any], options: Mapping[str, Any], size: int
 ) -> Iterator[tuple[int, Any]]:
     world = trainer.world
-    kind = ShardedStream if getattr(dataset, "sharded", False) else Stream
-    cut = Cut(size * world.size, size, world.rank, world.size)
-    stream = kind(dataset, {**options, "persistent_workers": False}, cut, trainer.config.seed, EVAL_SAMPLE, world.sum)
+    plan = Plan(0, size * world.size, size, world.rank, world.size)
+    stream = open_stream(dataset, {**options, "persistent_workers": False}, plan, trainer.config.seed, EVAL_SAMPLE, world)
     for window, batches in stream.windows(NO_EPOCH, 0):
         yield from zip(map(len, window.micro_batches), batches, strict=True)
 

@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from .state import TrainerState
     from .world import World
 
-_HIDDEN = re.compile(r"'(?:DistributedDataParallel|_StandIn)' object has no attribute '(\w+)'")
 _WRAPPER = "(?:DistributedDataParallel|_StandIn)"
+_HIDDEN = re.compile(rf"'{_WRAPPER}' object has no attribute '(\w+)'")
 _NO_LIST = re.compile(rf"'{_WRAPPER}' object is not (?:subscriptable|iterable)|cannot unpack non-iterable {_WRAPPER} object")
-_PHASES = {  # by the function that was running, innermost first
+_PHASES = {  # by the function that was running; before those, whatever names a script has for its own
+    "_step": "in a training step",
     "_check_calls": "for the other ranks",
+    "_draw_sampler": "for rank 0, which draws the sampler's order",
     "run_on_main": "for rank 0, which reads a checkpoint or runs a hook",
     "evaluate": "in an evaluation",
     "predict": "in a prediction",
     "reduce": "in a report",
     "settle": "to agree on stopping",
     "refresh": "to set up the model's wrapper",
-    "_step": "in a training step",
     "_begin": "to set up",
 }
 
@@ -73,14 +74,15 @@ def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement
     """Tell the callbacks and torchrun of what ends `fit`; returns it with more said, where there is more to say."""
     workers.let_go()
     consequence = trainer.world.is_consequence(error)
-    if not consequence:
+    if not consequence:  # torchrun is told first: a hook may never come back
         error = explained(error, trainer)
+        trainer.world.record_failure(error)
     hooks.on_exception(trainer, error)
     agreement.close()  # from here on torchrun may end this process at once
     if consequence:
         agreement.obey()
         error = explained(error, trainer)
-    trainer.world.record_failure(error)
+        trainer.world.record_failure(error)
     return error
 
 
@@ -138,7 +140,7 @@ def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
     causes, left, gave_up = (", ".join(map(str, said.get(why, []))) for why in (CAUSE, LEFT, LATE))
     names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
     phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
-    if phase == _PHASES["run_on_main"] and trainer.world.is_main:
+    if phase.startswith("for rank 0") and trainer.world.is_main:
         phase = "for the other ranks"
     whose = "others failed too"
     if causes:
@@ -178,7 +180,10 @@ def _of_memory(error: RuntimeError, trainer: DDPTrainer) -> str | None:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         return None
     config = trainer.config
-    if {"evaluate", "predict"} & {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
+    names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if "write_behind" in names:
+        return f"{error}\nout of memory with a copy of the state to be written: Checkpoint(async_write=False) needs none"
+    if {"evaluate", "predict"} & names and "_step" not in names:
         batch = config.eval_batch_size or config.batch_size
         return f"{error}\nout of memory with batches of {batch}: halve eval_batch_size, which changes no result"
     size = f"global_batch_size={config.global_batch_size}" if config.global_batch_size else "the global batch"

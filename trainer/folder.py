@@ -33,31 +33,39 @@ class CheckpointFolder:
     """The checkpoints of one run: ``step-00000042.pt`` after step 42, and others under names of their own."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the script may go to another one, while a thread writes here
         self._copies = HostCopy()
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock: int | None = None
+        self._lock_key = (0, self.folder)
 
     def steps(self) -> dict[int, Path]:
-        """The step files by step, oldest first. Unfinished files are none."""
-        found = [(match, path) for path in self.folder.glob("step-*.pt") if (match := _NAME.fullmatch(path.name))]
-        return dict(sorted((int(match[1]), path) for match, path in found))
+        """The step files by step, oldest first. Unfinished files are none. OSError for a folder that cannot be read."""
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        found = [match for name in names if (match := _NAME.fullmatch(name))]
+        return dict(sorted((int(match[1]), self.folder / match[0]) for match in found))
 
     def newest(self) -> dict[str, Any] | None:
         """The content of the newest whole step file; damaged ones are named in the log and passed over. None: there is no file.
 
-        Raises CheckpointError when all of them are damaged.
+        Raises CheckpointError when all of them are damaged, OSError for what cannot be read.
         """
-        paths = list(self.steps().values())
-        for path in reversed(paths):
+        passed: set[Path] = set()
+        while paths := [path for path in self.steps().values() if path not in passed]:
+            passed.add(paths[-1])
             try:
-                return checkpoint.read(path)
+                return checkpoint.read(paths[-1])
             except CheckpointError as error:
                 _log.error("passed over a damaged checkpoint: %s", error)
-        if paths:
+            except FileNotFoundError:  # the run that writes here has just removed it for a newer one, which is listed now
+                continue
+        if damaged := [path for path in passed if os.path.lexists(path)]:
             raise CheckpointError(
-                f"all {len(paths)} checkpoints in {self.folder} are damaged; to start afresh, use another folder or remove them"
+                f"all {len(damaged)} checkpoints in {self.folder} are damaged; to start afresh, use another folder or remove them"
             )
         return None
 
@@ -80,8 +88,17 @@ class CheckpointFolder:
         return False
 
     def write(self, name: str, content: Mapping[str, Any]) -> Path:
-        """Write `content` (a trainer's ``state_dict()``) under `name`, whole or not at all; see `checkpoint.write`."""
-        path = self.folder / name
+        """Write `content` (a trainer's ``state_dict()``) under `name`, whole or not at all; see `checkpoint.write`.
+
+        Raises CheckpointError where the folder was removed, and is another job's by now.
+        """
+        path, lock = self.folder / name, self.folder / _LOCK
+        if self._lock is not None and lock.exists() and not _is_still(lock, self._lock):
+            holder = lock.read_text(errors="replace")
+            raise CheckpointError(
+                f"{self.folder} is in use by another job ({holder}): it was removed, and made anew, while this run had it. Use "
+                "another folder"
+            )
         checkpoint.write(path, content)
         return path
 
@@ -120,8 +137,8 @@ class CheckpointFolder:
     def lock(self) -> None:
         """Keep every other job out until `unlock`, or until this process ends, however it ends.
 
-        Waits up to 30 s for a job that holds the folder. Raises CheckpointError naming it then. The lock is a POSIX one: it goes
-        too when this process closes the lock file that it has opened otherwise.
+        Waits up to 30 s for a job that holds the folder. Raises CheckpointError naming it then. The lock is a POSIX one, the
+        process': it also goes when this process opens the lock file a second time and closes that.
         """
         path, deadline = self.folder / _LOCK, time.monotonic() + _LOCK_WAIT
         if _held.get((os.getpid(), path.resolve()), self) is not self:
@@ -135,8 +152,8 @@ class CheckpointFolder:
                 if _is_still(path, file):
                     os.truncate(file, 0)
                     os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                    self._lock = file
-                    _held[os.getpid(), path.resolve()] = self
+                    self._lock, self._lock_key = file, (os.getpid(), path.resolve())
+                    _held[self._lock_key] = self
                     return
             except OSError as error:
                 holder = os.read(file, 200).decode(errors="replace")
@@ -156,10 +173,11 @@ class CheckpointFolder:
         """Let other jobs in."""
         if self._lock is not None:
             with suppress(OSError):  # the folder itself may be gone
-                (self.folder / _LOCK).unlink()
+                if _is_still(self.folder / _LOCK, self._lock):
+                    (self.folder / _LOCK).unlink()
             os.close(self._lock)
             self._lock = None
-            _held.pop((os.getpid(), (self.folder / _LOCK).resolve()), None)
+            _held.pop(self._lock_key, None)
 
     def wait_for_others(self) -> None:
         """Until no job holds the folder, for up to 30 s: an orphan of a killed job may still be writing."""

@@ -124,7 +124,7 @@ def device_of_group(asked: str | None, local_rank: int | None, backends: Mapping
 
 
 class Store(Protocol):
-    """What `agree_on_key` needs of a key-value store shared by all ranks."""
+    """What is needed of a key-value store shared by all ranks."""
 
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...

@@ -33,6 +33,7 @@ class Meters:
     def __init__(self, world: World) -> None:
         self._world = world
         self._meters: dict[str, Meter] = {}
+        self._begun = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -42,9 +43,10 @@ class Meters:
         """What in `output` is no meter. Raises ValueError for a meter that was not in the first output."""
         # Asking for a protocol takes far longer than asking for a class, and most values are tensors.
         found = {key: value for key, value in output.items() if not isinstance(value, Tensor) and isinstance(value, Meter)}
+        if not self._begun:
+            self._meters, self._begun = found, True
         if not found and not self._meters:
             return output
-        self._meters = self._meters or found
         for key in found.keys() | self._meters.keys():
             if found.get(key) is not self._meters.get(key):
                 raise ValueError(

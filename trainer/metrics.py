@@ -37,6 +37,11 @@ def as_mapping(output: Any, step: str) -> Mapping[str, Tensor | float | Mean]:
     return output
 
 
+def widest(device: torch.device) -> torch.dtype:
+    """The floating type that sums are kept in: float64, or float32 on a device that has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 class WeightedSums:
     """Sums and weights of named values on this rank, in float64 on the device (float32 where it has none).
 
@@ -44,7 +49,7 @@ class WeightedSums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._zeros = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._zeros = torch.zeros((), dtype=widest(device), device=device)
         self._totals: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor | float] = {}
 

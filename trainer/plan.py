@@ -18,14 +18,17 @@ class Window(NamedTuple):  # made in every step, in a quarter of a frozen datacl
     size: int
     """Positions in the window, all ranks together."""
     micro_batches: tuple[range, ...]
-    """This rank's positions, micro-batch by micro-batch. Empty when the window has fewer positions than ranks before it."""
+    """This rank's positions, micro-batch by micro-batch. Empty where the ranks before take all there are."""
     last: bool
     """Whether the epoch ends with this window."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The windows of an epoch of `samples` positions, as rank `rank` of `world_size` sees them."""
+    """The windows of an epoch of `samples` positions, as rank `rank` of `world_size` sees them.
+
+    Of a stream, whose end nobody knows beforehand (`samples` is 0), it tells how each window is shared out.
+    """
 
     samples: int
     window_size: int
@@ -54,8 +57,11 @@ class Plan:
         end = self.epoch_samples
         for first in range(start, end, self.window_size):
             stop = min(first + self.window_size, end)
-            share = range(first + self.rank, stop, self.world_size)
-            yield Window(stop - first, tuple(chunks(share, self.batch_size)), last=stop == end)
+            yield Window(stop - first, self.share(first, stop), last=stop == end)
+
+    def share(self, first: int, stop: int) -> tuple[range, ...]:
+        """This rank's micro-batches of the window from position `first` up to `stop`."""
+        return tuple(chunks(range(first + self.rank, stop, self.world_size), self.batch_size))
 
     def total_steps(self, last_epoch: int | None, max_steps: int | None) -> int | None:
         """Optimizer steps of a whole run: `last_epoch` passes or `max_steps`, whichever comes first."""

@@ -98,8 +98,7 @@ class Replica:
 
     def begin_window(self, window: Window) -> None:
         """Rank 0's buffers on every rank, once per window."""
-        if self._synchronized:
-            self.check_windows([window.size])
+        self.check_windows([window.size])
         if self._sends_buffers:  # asked for anew each time: a forward may put another tensor in a buffer's place
             self._world.broadcast_tensors(list(self.model.buffers()))
 
@@ -139,7 +138,7 @@ class Replica:
         Raises RuntimeError naming the parameters that the first window's last micro-batch did not use, or on several processes
         a later one's: their gradients would not be averaged over the ranks.
         """
-        if self._handed is not self._wrapped and not self._compiles:  # or the hook would be compiled too
+        if self._handed is not self._wrapped:
             self._hand_out(self._wrapped)
         if not window.micro_batches:
             wrapper.backward_zeros(self._wrapped)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from . import checksum
 from .config import TrainerConfig
-from .metrics import Mean, WeightedSums, agree_on_keys, means
+from .metrics import Mean, WeightedSums, agree_on_keys, means, widest
 from .replica import Replica
 from .state import TrainerState
 from .world import World
@@ -38,9 +38,10 @@ class Reporter:
         self._loss: Tensor | None = None  # the running sum, once there is one
         self._since_report: list[float] = []
         self._since_epoch: list[float] = []
-        self._marks = torch.zeros(min(config.log_every, _MARKS), dtype=torch.float64, device=world.device)
+        self._marks = torch.zeros(min(config.log_every, _MARKS), dtype=widest(world.device), device=world.device)
         self._slots = self._marks.unbind()
         self._marked: list[int] = []
+        self._crowded = False
         self._config = config
         self._first_bad_loss = ""
         self._warned: set[str] = set()
@@ -56,7 +57,8 @@ class Reporter:
         if self._keys is None and (clash := _own_keys(values)):
             raise ValueError(f"training_step returned the key {clash[0]!r}, under which the trainer reports its own: rename it")
         if self._keys is not None and not self._sums.keys:  # this rank had no sample when the keys were agreed on
-            agree_on_keys([self._keys, *[()] * (self._world.rank - 1), tuple(values)], "training_step")
+            others = [self._keys] * self._world.size
+            agree_on_keys([*others[: self._world.rank], tuple(values), *others[self._world.rank + 1 :]], "training_step")
         self._sums.add(values, samples)
         if self._loss is None:
             self._loss = self._sums.total("loss")
@@ -64,13 +66,15 @@ class Reporter:
     def end_step(self, step: int, samples: int) -> None:
         """The window of optimizer step `step`, over `samples` on all ranks."""
         self._samples += samples
-        if len(self._marked) < len(self._slots):
-            slot = self._slots[len(self._marked)]
-            if self._loss is not None:
-                slot.copy_(self._loss)
-            else:  # no sample yet, but the same steps are marked on every rank
-                slot.zero_()
-            self._marked.append(step)
+        if len(self._marked) == len(self._slots):
+            self._marked.pop()  # the last slot is for all steps that follow
+            self._crowded = True
+        slot = self._slots[len(self._marked)]
+        if self._loss is not None:
+            slot.copy_(self._loss)
+        else:  # no sample yet, but the same steps are marked on every rank
+            slot.zero_()
+        self._marked.append(step)
 
     def note_rates(self, optimizer: Optimizer) -> None:
         """The learning rates that the coming update uses (a copy: a scheduler writes the next rate into the same tensor)."""
@@ -96,7 +100,7 @@ class Reporter:
         self._since_epoch = _added(self._since_epoch, sums)
         if not self._first_bad_loss and not math.isfinite(sums[self._keys.index("loss")]):
             self._note_bad()
-        self._marked = []
+        self._marked, self._crowded = [], False
         if empty:
             self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
         self._broken, self._drifted = broken != 0, size > 1 and not checksum.all_equal(list(summed), size)
@@ -152,7 +156,8 @@ class Reporter:
         if bad:
             step = min(bad.values())
             ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
-            self._first_bad_loss = f"the loss was not finite at step {step} on rank {ranks}"
+            when = "by" if self._crowded and step == self._marked[-1] else "at"
+            self._first_bad_loss = f"the loss was not finite {when} step {step} on rank {ranks}"
             self._warn("loss", f"{self._first_bad_loss}. It is reported as it is")
 
     def _raise_broken(self, step: int) -> None:

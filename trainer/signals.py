@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -21,8 +22,9 @@ class Signals:
     """While open, a signal asks to stop; handlers that the user has installed run too, and are put back by `close`.
 
     Python runs a handler between two lines of the main thread only, which may sit in a collective that never ends. So a thread
-    is told of each signal by the system, and ends the process `seconds()` after the first, or at a second one. Outside the main
-    thread, where Python takes no handlers, nothing is installed; a signal that the user ignores stays ignored.
+    is told of each signal by the system, and ends the process `seconds()` after the first (asked again then: a file may be on its
+    way), or at a second one. Outside the main thread, where Python takes no handlers, nothing is installed. A signal that is
+    ignored stays so, and SIGUSR1 is left to a handler that is not Python's, such as that of `faulthandler.register`.
     """
 
     _open: ClassVar[Signals | None] = None
@@ -42,7 +44,7 @@ class Signals:
         self._received = None
         for number in HANDLED:
             handler = signal.getsignal(number)
-            if handler is not signal.SIG_IGN and handler is not None:  # None: not from Python
+            if handler is not signal.SIG_IGN and handler is not None and not _is_of_others(number, handler):
                 self._users[number] = handler
                 signal.signal(number, self._handle)
         Signals._open = self
@@ -78,22 +80,25 @@ class Signals:
             self._users[number](number, frame)
 
     def _watch(self) -> None:
-        first = 0.0
-        leaving: float | None = None
+        first = leaving = math.inf
+        wakes = select.poll()  # unlike select it takes any descriptor
+        wakes.register(self._reading, select.POLLIN)
         while True:
-            wait = None if leaving is None else max(0.0, leaving - time.monotonic())
-            if not select.select([self._reading], [], [], wait)[0]:
-                self._leave(f"its steps did not end within {leaving - first:.1f} s" if leaving else "")
+            wait = None if leaving == math.inf else max(0.0, leaving - time.monotonic())
+            if not wakes.poll(wait and 1000 * wait):
+                if time.monotonic() < (leaving := max(leaving, first + self._seconds())):
+                    continue
+                self._leave(f"its steps did not end within {leaving - first:.1f} s")
             numbers = os.read(self._reading, 256)
             if self._wakeup >= 0:  # somebody else's, who is to be woken too
                 with suppress(OSError):
                     os.write(self._wakeup, numbers.replace(bytes([_END]), b""))
             if _END in numbers:
                 return
-            if not set(numbers) & set(self._users):
-                continue
+            if not any(number in self._users and signal.getsignal(number) == self._handle for number in numbers):
+                continue  # not this one's, or no longer
             now = time.monotonic()
-            if leaving is None:
+            if leaving == math.inf:
                 first, leaving = now, now + self._seconds()
             elif now - first > _ECHO:
                 self._leave("another one came")
@@ -101,6 +106,16 @@ class Signals:
     def _leave(self, why: str) -> None:
         os.write(2, f"process {os.getpid()} leaves after a signal to stop: {why}\n".encode())
         os._exit(128 + signal.SIGTERM)
+
+
+def _is_of_others(number: int, handler: Any) -> bool:
+    """Whether SIGUSR1 has a handler that Python does not know of, and so could not put back."""
+    if number != signal.SIGUSR1 or handler is not signal.SIG_DFL:
+        return False
+    with suppress(OSError), open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        caught = next((int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")), 0)
+        return bool(caught >> (number - 1) & 1)
+    return False
 
 
 def _forget_in_child() -> None:

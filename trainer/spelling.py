@@ -54,7 +54,8 @@ def check_methods(trainer: Any, of_all: type) -> None:
         if instead is None and (meant := _close(name, list(_ARGUMENTS))):
             instead = f"did you mean {meant}?"
         if instead is not None:
-            _warn(f"{type(trainer).__name__}.{name} is never called by the trainer: {instead}")
+            text = f"{type(trainer).__name__}.{name} is never called by the trainer: {instead}"
+            warnings.warn(text, UserWarning, stacklevel=3)
     for name, wanted in _ARGUMENTS.items():
         signature = inspect.signature(getattr(trainer, name))
         try:
@@ -82,12 +83,9 @@ def check_hooks(callback: Any, of_all: type) -> None:
         if name.startswith(("on_", "before_")) and name not in hooks and callable(getattr(type(callback), name)):
             meant = _HOOKS_OF_OTHERS.get(name) or _close(name, hooks)
             if meant:
-                _warn(f"{type(callback).__name__}.{name} is no hook, and never called: did you mean {meant}?")
+                text = f"{type(callback).__name__}.{name} is no hook, and never called: did you mean {meant}?"
+                warnings.warn(text, UserWarning, stacklevel=4)
 
 
 def _close(name: str, known: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff=0.8)), None)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -12,23 +11,27 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as _worker
 
 from .data import NO_EPOCH, tell, unchanged
-from .plan import Window, chunks
+from .plan import Plan, Window
 from .randomness import mix, seed_generators
-from .workers import loader_options
+from .workers import loader_options, started
+from .world import World
 
 Batches = tuple[Window, list[Any]]
 """A window, and this rank's micro-batches of it."""
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How a stream is cut into windows and shared out, as one rank sees it."""
+def shards_itself(dataset: Any) -> bool:
+    """Whether `dataset` is a stream of which each rank and worker reads its own part."""
+    return isinstance(dataset, IterableDataset) and bool(getattr(dataset, "sharded", False))
 
-    window_size: int
-    batch_size: int
-    rank: int
-    world_size: int
-    drop_last: bool = False
+
+def open_stream(
+    dataset: IterableDataset[Any], options: Mapping[str, Any], plan: Plan, seed: int | None, purpose: int, world: World
+) -> Stream | ShardedStream:
+    """The windows of a stream, of whichever kind it is. `options`: the DataLoader's; `purpose`: see `randomness`."""
+    if shards_itself(dataset):
+        return ShardedStream(dataset, options, plan, seed, purpose, world.sum)
+    return Stream(dataset, options, plan, seed, purpose)
 
 
 class Stream:
@@ -44,23 +47,17 @@ class Stream:
     """
 
     def __init__(
-        self,
-        dataset: IterableDataset[Any],
-        options: Mapping[str, Any],
-        cut: Cut,
-        seed: int | None,
-        purpose: int,
-        add_up: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        self, dataset: IterableDataset[Any], options: Mapping[str, Any], plan: Plan, seed: int | None, purpose: int
     ) -> None:
         options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
-        self._source = _Reader(dataset, collate, cut, seed, purpose)
+        self._source = _Reader(dataset, collate, plan, seed, purpose)
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
 
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """The windows from position `start` of an epoch on; what lies before is read and passed over."""
         self._source.place[:] = torch.tensor([epoch, start])
-        return iter(self._loader)
+        return started(self._loader)
 
 
 class _Reader(IterableDataset[Batches]):
@@ -70,13 +67,13 @@ class _Reader(IterableDataset[Batches]):
         self,
         dataset: IterableDataset[Any],
         collate: Callable[[list[Any]], Any],
-        cut: Cut,
+        plan: Plan,
         seed: int | None,
         purpose: int,
     ) -> None:
-        self._dataset = dataset
+        self.of_user = dataset
         self._collate = collate
-        self._cut = cut
+        self._plan = plan
         self._seed = seed
         self._purpose = purpose
         self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, position: living workers see them
@@ -92,8 +89,8 @@ class _Reader(IterableDataset[Batches]):
             _worker._worker_info = info
 
     def _windows(self, epoch: int, start: int, worker: int, workers: int) -> Iterator[Batches]:
-        size = self._cut.window_size
-        ahead = size if self._cut.drop_last else 1  # how far to read on before it is known whether a window is the last
+        size = self._plan.window_size
+        ahead = size if self._plan.drop_last else 1  # how far to read on before it is known whether a window is the last
         pending: dict[int, list[Any]] = {}  # this worker's windows, first position -> this rank's items
         read = 0
         for position, item in self._items(epoch):
@@ -101,28 +98,27 @@ class _Reader(IterableDataset[Batches]):
             first = position - position % size
             if position >= start and (first - start) // size % workers == worker:
                 items = pending.setdefault(first, [])
-                if (position - first) % self._cut.world_size == self._cut.rank:
+                if (position - first) % self._plan.world_size == self._plan.rank:
                     items.append(item)
             for complete in [first for first in pending if first + size + ahead <= read]:
                 yield self._window(complete, size, pending.pop(complete), last=False)
-        end = read - read % size if self._cut.drop_last else read
+        end = read - read % size if self._plan.drop_last else read
         for first, items in pending.items():
             if first < end:
                 yield self._window(first, min(size, end - first), items, last=first + size >= end)
 
     def _items(self, epoch: int) -> Iterator[tuple[int, Any]]:
         if epoch != NO_EPOCH:
-            tell(self._dataset, epoch)
+            tell(self.of_user, epoch)
         position = 0
         self._seed_for(epoch, position)
-        for item in self._dataset:
+        for item in self.of_user:
             yield position, item
             position += 1
             self._seed_for(epoch, position)
 
     def _window(self, first: int, size: int, items: list[Any], last: bool) -> Batches:
-        share = range(first + self._cut.rank, first + size, self._cut.world_size)
-        parts = tuple(chunks(share, self._cut.batch_size))
+        parts = self._plan.share(first, first + size)
         remaining = iter(items)
         batches = [self._collate(list(islice(remaining, len(part)))) for part in parts]
         return Window(size, parts, last), batches
@@ -148,7 +144,7 @@ class ShardedStream:
         self,
         dataset: IterableDataset[Any],
         options: Mapping[str, Any],
-        cut: Cut,
+        plan: Plan,
         seed: int | None,
         purpose: int,
         add_up: Callable[[torch.Tensor], torch.Tensor],
@@ -156,22 +152,21 @@ class ShardedStream:
         options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
         self._add_up = add_up
-        if cut.window_size < cut.world_size:
+        if plan.window_size < plan.world_size:
             raise ValueError(
                 f"a stream that shards itself needs a global batch of at least one sample for each process; found "
-                f"{cut.window_size} for {cut.world_size} processes: set global_batch_size to {cut.world_size} or more"
+                f"{plan.window_size} for {plan.world_size} processes: set global_batch_size to {plan.world_size} or more"
             )
-        share = range(cut.rank, cut.window_size, cut.world_size)
-        parts = [len(part) for part in chunks(share, cut.batch_size)]
+        parts = [len(part) for part in plan.share(0, plan.window_size)]
         # Workers take turns: where micro-batches differ in size, each gives whole shares.
         self._turns, turn = (len(parts), parts[:1]) if len(set(parts)) == 1 else (1, parts)
-        self._source = _Shard(dataset, collate, turn, cut.rank, seed, purpose)
+        self._source = _Shard(dataset, collate, turn, plan.rank, seed, purpose)
         self._loader: DataLoader[Any] = DataLoader(self._source, batch_size=None, collate_fn=unchanged, **options)
 
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """As `Stream.windows`; `passed`: the windows before `start`, which may have been short."""
         self._source.epoch.fill_(epoch)
-        own = islice(iter(self._loader), passed * self._turns, None)
+        own = islice(started(self._loader), passed * self._turns, None)
         ahead = list(islice(own, 1))
         while True:
             mine = list(chain.from_iterable(islice(chain(ahead, own), self._turns)))
@@ -197,7 +192,7 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
         seed: int | None,
         purpose: int,
     ) -> None:
-        self._dataset = dataset
+        self.of_user = dataset
         self._collate = collate
         self._parts = parts
         self._rank = rank
@@ -212,11 +207,11 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
 
     def _items(self, epoch: int) -> Iterator[Any]:
         if epoch != NO_EPOCH:
-            tell(self._dataset, epoch)
+            tell(self.of_user, epoch)
         info = get_worker_info()
         worker = 0 if info is None else info.id
         self._seed_for(epoch)  # alike in every reader until its first item
-        for position, item in enumerate(self._dataset, 1):
+        for position, item in enumerate(self.of_user, 1):
             yield item
             self._seed_for(epoch, self._rank, worker, position)
 

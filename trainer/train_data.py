@@ -19,7 +19,7 @@ from .order import Order, Permutation, drawn, sequence
 from .plan import Plan, Window
 from .randomness import ORDER, SAMPLE, mix, seed_generators
 from .state import TrainerState
-from .stream import Cut, ShardedStream, Stream
+from .stream import open_stream, shards_itself
 from .world import World
 
 
@@ -46,9 +46,8 @@ class TrainData:
         self._dataset = cast(Any, dataset)
         self._sampler = cast(Any, sampler)
         self._config = config
-        self._cut = Cut(self.window_size, config.batch_size, rank, world_size, config.drop_last)
         self._is_stream = isinstance(dataset, IterableDataset)
-        self.shards_itself = self._is_stream and bool(getattr(dataset, "sharded", False))
+        self.shards_itself = shards_itself(dataset)
         """Whether the dataset is a stream of which each rank and worker reads its own part."""
         self._order_seed = config.seed
         self._drawn: tuple[int, Order] | None = None  # an epoch, and what the sampler gave for it
@@ -92,8 +91,7 @@ class TrainData:
         seed = self._config.seed
         self._world = world
         if self._is_stream:
-            kind = ShardedStream if self.shards_itself else Stream
-            self._stream = kind(self._dataset, self.options, self._cut, seed, SAMPLE, world.sum)
+            self._stream = open_stream(self._dataset, self.options, self._plan, seed, SAMPLE, world)
         else:
             if self._order_seed is None:  # an epoch that was left is gone on with in the same order
                 self._order_seed = world.run_on_main(lambda: secrets.randbits(63))
@@ -147,7 +145,7 @@ class TrainData:
     def _shards(self) -> list[int]:
         """The ranks, the readers of each, and how many samples a reader's turn is at most (0: a single reader takes none)."""
         readers = max(1, self.options.get("num_workers", 0))
-        return [self._cut.world_size, readers, self._cut.batch_size if readers > 1 else 0]
+        return [self._plan.world_size, readers, self._plan.batch_size if readers > 1 else 0]
 
     def _order(self, epoch: int) -> Order:
         if self._sampler is not None:

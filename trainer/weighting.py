@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .metrics import Mean, scalar
+from .metrics import Mean, scalar, widest
 from .plan import Window
 from .world import World
 
@@ -24,9 +24,8 @@ class Weighting:
         """`uneven`: a rank may have no share of a window that is large enough for all."""
         self._world = world
         self._uneven = uneven
-        dtype = torch.float32 if world.device.type == "mps" else torch.float64
-        self._items = torch.zeros((), dtype=dtype, device=world.device)
-        self._empty_windows = torch.zeros((), dtype=dtype, device=world.device)
+        self._items = torch.zeros((), dtype=widest(world.device), device=world.device)
+        self._empty_windows = torch.zeros_like(self._items)
         self._settled = False
         self.by_items: bool | None = None
         """Whether the losses are `Mean`; None before this rank has seen one."""
@@ -44,7 +43,7 @@ class Weighting:
         self._items += scalar(loss.count, "loss")
         return loss.total * (self._world.size / _nominal(window))
 
-    def settle(self, parameters: Sequence[nn.Parameter], window: Window) -> None:
+    def normalize(self, parameters: Sequence[nn.Parameter], window: Window) -> None:
         """After the window's reduction: the gradients of the mean over its items. Zero gradients where it had none.
 
         Called on every rank. Where a rank may have no share of a fit's first window, it learns from the others what is counted.

@@ -9,17 +9,19 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils.worker import _worker_loop
 
 from .launch import end_with_parent
 from .randomness import mix
 
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _PATIENCE = 1.0  # seconds that a worker has to end when its training process does
 
 
@@ -39,6 +41,18 @@ def loader_options(options: Mapping[str, Any], seed: int | None) -> dict[str, An
     return added
 
 
+def started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """``iter(loader)``; until a worker has handlers of its own, a signal to all processes waits for them."""
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if not loader.num_workers or method == "forkserver":  # which would hand the mask on to all that it ever starts
+        return iter(loader)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 @functools.cache
 def _ending(process: int) -> Tensor:
     """Whether it ends, as its living workers see it. One for each process: those that one parent has forked end one by one."""
@@ -47,8 +61,9 @@ def _ending(process: int) -> Tensor:
 
 def let_go() -> None:
     """After an error: the workers that are at work may leave when their loader ends them. Those of a later fit are told anew."""
-    _ending(os.getpid()).fill_(True)
-    _ending.cache_clear()
+    if _ending.cache_info().currsize:  # else there were none, and the error may be that no memory can be shared
+        _ending(os.getpid()).fill_(True)
+        _ending.cache_clear()
 
 
 def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
@@ -58,8 +73,11 @@ def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | N
 
     if os.getppid() == parent:  # not where a server forks the workers
         end_with_parent(parent)
-    for signal_number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for signal_number in _SIGNALS:
         signal.signal(signal_number, outlive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.of_user)  # which scripts expect there, not what fetches from it
     if of_user is not None:
         of_user(number)
 

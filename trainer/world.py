@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -22,8 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.rendezvous import register_rendezvous_handler
-from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from . import wrapper
@@ -203,7 +202,10 @@ class World:
                 result = function()
             except BaseException as raised:
                 error = raised
-        result, self._copied = self._broadcast((result, sendable(error)), torch.device("cpu"))
+        try:
+            result, self._copied = self._broadcast((result, sendable(error)), torch.device("cpu"))
+        except Exception as lost:
+            raise error or lost from (lost if error else None)
         if self._copied is not None:
             raise error or self._copied
         return cast(T, result)
@@ -299,12 +301,7 @@ class World:
 def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
     cuda = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=_URL,
-        rank=launch.rank,
-        world_size=launch.size,
-        timeout=timeout,
-        device_id=device if cuda else None,
+        "nccl" if cuda else "gloo", _URL, timeout, launch.size, launch.rank, device_id=device if cuda else None
     )
 
 
@@ -315,7 +312,7 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, i
     """
     address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     if address not in _stores:
-        _stores[address] = next(torch_rendezvous("env://", timeout=timeout))
+        _stores[address] = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
     store, rank, size = _stores[address]
     store = dist.PrefixStore(agree_on_key(store, rank, size, timeout), store)  # type: ignore[attr-defined]
     _roll_calls[:] = [RollCall(store, rank, size)]
@@ -326,7 +323,7 @@ _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_
 _URL = "ddp-trainer://"
 _roll_calls: list[RollCall] = []  # that of the newest opening
 _stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
-register_rendezvous_handler("ddp-trainer", _rendezvous)  # type: ignore[no-untyped-call]
+dist.register_rendezvous_handler("ddp-trainer", _rendezvous)  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _record(error: BaseException) -> None:
@@ -334,7 +331,10 @@ def _record(error: BaseException) -> None:
         try:
             raise error
         except BaseException:  # the handler writes down the traceback of what is being handled
-            get_error_handler().record_exception(error)
+            try:
+                get_error_handler().record_exception(error)
+            except OSError:  # such as a full disk's; torchrun's agent would end at half a file
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
 
 
 @atexit.register

@@ -87,7 +87,7 @@ def train(folder: Path, workers: int) -> None:
             (folder / "step").write_text(str(trainer.state.step))
 
         def on_fit_end(self, trainer: DDPTrainer) -> None:
-            (folder / "seconds").write_text(f"{self.longest} {checkpoint.last_write.seconds}")
+            (folder / "seconds").write_text(f"{self.longest} {checkpoint.Writes.last_seconds}")
 
     (folder / f"ready-{os.environ['RANK']}").touch()
     model = nn.Sequential(Toy())
