@@ -31,8 +31,8 @@ class Checkpoint(Callback):
     reached it. `mode`: "min" or "max". Ties and NaN are not better. Trained parameters that are not finite are never saved.
 
     With `async_write` training waits only for a copy of the state in host memory, as large as the file; a thread writes it, one
-    at a time, and `fit` returns when the last one is safe. What a file cannot be written for (OSError) is raised at the next
-    step, or logged with ``on_error="warn"``, and the run goes on to the next save.
+    at a time, and `fit` returns when the last one is safe. A write that failed (OSError) is raised at the next step;
+    with ``on_error="warn"`` it is logged, and the run goes on to the next save.
 
     While `fit` runs, the folder is locked against other jobs.
 

@@ -24,7 +24,8 @@ class EarlyStopping(Callback):
       0 or more.
 
     A tie is no improvement, and neither is NaN, of which one RuntimeWarning is given. The best value and the count are
-    part of a checkpoint. The weights stay those of the last step: the best ones are in `Checkpoint`'s ``best.pt``.
+    part of a checkpoint: a run that is resumed after such an end trains on until the next evaluation. The weights stay
+    those of the last step: the best ones are in `Checkpoint`'s ``best.pt``.
 
     Raises TypeError and ValueError for unusable arguments, and ValueError at the start of `fit` without eval_data.
     """

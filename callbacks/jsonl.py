@@ -33,7 +33,7 @@ class JSONLines(Callback):
     restored at (and a last line that a crash has torn), then continues the file. A run that starts at step 0 moves a
     log that it finds aside, to ``<path>.1``, ``<path>.2``, ...: two runs are never mixed, and none is lost.
 
-    Raises ValueError, when `fit` starts, if the file is there and no such log (it is left untouched), and, at the
+    Raises ValueError, when `fit` starts, if the file exists and is not such a log (it stays untouched), and, at the
     first report, for a metric with the name of a field.
     """
 

@@ -22,13 +22,13 @@ class WeightsAndBiases(Callback):
     own step, which is `TrainerState.step`. The fields of the config are the run's config.
 
     - `project`, `name`: of the run; W&B's defaults if None.
-    - `folder`: where wandb keeps its files (default: ``wandb`` in the current folder); made if need be.
+    - `folder`: where wandb makes its own folder ``wandb`` (default: the current one); made if need be.
     - `init`: further keyword arguments of ``wandb.init``, such as ``entity``, ``tags``, ``mode`` and ``config`` (a mapping, which
       is added to the fields of the config).
 
-    The run's id is part of a checkpoint: a resumed run goes on with it. What W&B holds it cannot be made to forget: steps beyond
-    the restored one that the run holds already are not logged again, so that each is there once, with its first values, which a
-    run resumed with the same settings repeats. One line in the log says up to where. For other values pass ``resume_from`` or
+    The run's id is part of a checkpoint: a resumed run goes on with it. W&B cannot be made to forget: steps beyond the
+    restored one that it holds already are not logged again, so that each is there once, with its first values (which a run that
+    resumes with the same settings repeats). One line in the log says up to where. For other values pass ``resume_from`` or
     ``fork_from`` of ``wandb.init``, where your server knows them. A run that begins at step 0 gets a new id, unless `init` has
     one. The run ends with `fit`; after an error it is marked as failed.
 

@@ -76,7 +76,7 @@ def schedule(optimizer: Optimizer, total_steps: int) -> LambdaLR:
 
 
 def read(folder: Path, size: int) -> tuple[ImageFolder, ImageFolder]:
-    """The images for training, each time another part of each, and those for evaluation."""
+    """The images for training, cropped anew each time, and those for evaluation."""
     normalise = [
         v2.PILToTensor(),
         v2.ToDtype(torch.float32, scale=True),
@@ -131,7 +131,7 @@ def main(options: argparse.Namespace) -> None:
         test,
         decay=options.decay,
         scheduler=schedule,
-        loader_options=reading | {"pin_memory": world.device.type == "cuda"},
+        loader_options=reading,
         config=config,
         callbacks=[ProgressBar(), TensorBoard(folder), JSONLines(folder / "log.jsonl"), best],
         world=world,

@@ -102,9 +102,9 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--batch-size", type=int, default=16, help="documents a process holds at once, at the most")
     parser.add_argument("--global-batch", type=int, default=16, help="documents per optimizer step, over all processes")
-    parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations, and between checkpoints")
+    parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations, each with a checkpoint")
     parser.add_argument("--lr", type=float, default=4e-3, help="learning rate of AdamW at its highest")
-    parser.add_argument("--float64", action="store_true", help="not float32: rounding no longer tells splits apart")
+    parser.add_argument("--float64", action="store_true", help="in float64, where splits agree to the printed digits")
     return parser.parse_args()
 
 

@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
     step.add_argument("--accumulation-steps", type=int, help="instead: batches per optimizer step, on each process")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--float64", action="store_true", help="not float32: rounding no longer tells splits apart")
+    parser.add_argument("--float64", action="store_true", help="in float64, where splits agree to the printed digits")
     return parser.parse_args()
 
 
@@ -119,7 +119,7 @@ def main(options: argparse.Namespace) -> None:
     except FileNotFoundError as error:
         raise SystemExit(str(error) if world.is_main else 1) from None
     train, test = read(data, train=True), read(data, train=False)
-    folder = options.resume or options.output or world.broadcast(new_folder(Path("runs")) if world.is_main else Path())
+    folder = options.resume or options.output or world.run_on_main(lambda: new_folder(Path("runs")))
     torch.manual_seed(options.seed)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
@@ -131,8 +131,8 @@ def main(options: argparse.Namespace) -> None:
         global_batch_size=options.global_batch if options.accumulation_steps is None else None,
         seed=options.seed,
     )
-    planned = options.epochs * -(-len(train) // config.window_size(world.size))  # steps, rounded up; --max-steps or not
-    scheduler = LambdaLR(optimizer, lambda step: min(1.0, 2 - 2 * step / planned))  # half of them at --lr, then down to 0
+    planned = options.epochs * -(-len(train) // config.window_size(world.size))  # total_steps, if --max-steps does not cut it
+    scheduler = LambdaLR(optimizer, lambda step: min(1.0, 2 - 2 * step / planned))  # half the steps at --lr, then down to 0
     callbacks = [Summary(), ProgressBar(), TensorBoard(folder), JSONLines(folder / "log.jsonl"), Checkpoint(folder)]
     trainer = Classifier(model, optimizer, train, test, scheduler=scheduler, config=config, callbacks=callbacks, world=world)
     with trainer:

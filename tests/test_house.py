@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,3 +205,8 @@ def test_imports_are_seen_wherever_they_stand(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("\n".join(lines))
     assert imports(path) == {"torch.distributed", "trainer.a.b", "callbacks.jsonl.JSONLines"}
+
+
+def test_every_room_is_on_the_map_once() -> None:
+    named = re.findall(r"`(\w+)`", trainer.__doc__ or "")
+    assert sorted(named) == sorted(room.stem for room in ROOMS if room.stem != "__init__")

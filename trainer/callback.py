@@ -40,13 +40,13 @@ class Callback:
         """Once per `fit`, after a checkpoint was restored and before the first step."""
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        """After every optimizer step. `metrics` is empty except at reports, every ``log_every`` steps."""
+        """After every optimizer step. `metrics` is empty except at reports, every ``log_every`` steps and at the planned last."""
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         """After each evaluation that `fit` runs (not after a direct call of `evaluate`)."""
 
     def on_epoch_end(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        """After the last step of an epoch; means over the epoch's samples. Not for an epoch that was cut short."""
+        """After the last step of an epoch; means over its samples (in a resumed epoch: since then). Not if it was cut short."""
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
         """Once per step, last of all: everything is settled. The only place to write a checkpoint.
@@ -63,7 +63,7 @@ class Callback:
     def for_other_ranks(self) -> dict[str, Any]:
         """Attributes that the other ranks' copies of this callback, which see no hook, take over when `fit` has started.
 
-        Picklable, by name: such as a folder that each rank has named by its own clock. Called on rank 0.
+        Name to picklable value: say, a folder that each rank has named by its own clock. Called on rank 0.
         """
         return {}
 

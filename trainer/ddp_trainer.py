@@ -45,7 +45,7 @@ class DDPTrainer(Steps):
     The sequence of optimizer updates is a function of (seed, data, global batch) alone. The same script runs as
     ``python script.py`` and under ``torchrun``. Subclass it and override the steps, or instantiate it with a `loss_fn`.
 
-    The loop of `fit`, with every hook in its place:
+    The loop of `fit`, with the hooks in their places:
 
         on_fit_start
         for each epoch:
@@ -56,9 +56,9 @@ class DDPTrainer(Steps):
                     seed torch, random, numpy from (seed, window, micro-batch, rank)
                     loss = training_step(model, batch)["loss"]      # a mean over its samples
                     (loss * samples * world.size / window_samples).backward()       # DDP divides by world.size
-                clip; optimizer_step(); scheduler.step(); zero the gradients
+                clip; optimizer_step(); zero the gradients; scheduler.step()
                 step += 1; samples += ...; epoch += 1 after the epoch's last window # all counters before any hook
-                on_step(metrics)                                    # reduced at every log_every-th and the last
+                on_step(metrics)                                    # reduced at every log_every-th and the planned last
                 if evaluation is due:  evaluate; on_eval            # every eval_every steps, or at the epoch's and run's end
                 if the epoch is over:  on_epoch_end
                 agree on stopping                                   # at reports, after on_eval and on_epoch_end
