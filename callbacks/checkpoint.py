@@ -84,6 +84,7 @@ class Checkpoint(Callback):
         return self._files.folder / "best.pt"
 
     def before_fit(self, trainer: DDPTrainer) -> None:
+        self._files.folder = self.folder.absolute()  # the script may go elsewhere, while a thread writes
         if self._monitor is not None and not trainer.eval_sets:
             raise ValueError(f"Checkpoint monitors {self._monitor!r} of an evaluation: pass eval_data to the trainer")
         if trainer.scheduler is not None:

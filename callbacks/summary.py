@@ -42,9 +42,8 @@ class Summary(Callback):
             raise TypeError(f"monitor must be a key of the evaluation, or None for its first; found {monitor!r}")
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max'; found {mode!r}")
-        self._asked_for = monitor
         self.monitor = monitor
-        """The key whose best value is shown; None before the first evaluation, where that shall decide."""
+        self._first_key: str | None = None  # which is followed where `monitor` is None
         self.mode = mode
         self.best: float | None = None
         """The best value so far; None before there is one."""
@@ -67,16 +66,16 @@ class Summary(Callback):
             _print(f"files: {', '.join(files)}")
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        if self._asked_for is None and metrics and self.monitor not in metrics:  # no longer: a resumed run may evaluate others
+        if self.monitor is None and metrics and self._first_key not in metrics:  # no longer: a resumed run may evaluate others
             self._forget()
-            self.monitor = next(iter(metrics))
-        if self.monitor is None:
+            self._first_key = next(iter(metrics))
+        if (key := self._key) is None:
             return
-        if self.monitor not in metrics:
+        if key not in metrics:
             raise ValueError(
-                f"Summary monitors {self.monitor!r}, which is no key of the evaluation: it has {', '.join(map(repr, metrics))}"
+                f"Summary monitors {key!r}, which is no key of the evaluation: it has {', '.join(map(repr, metrics))}"
             )
-        self.last = float(metrics[self.monitor])
+        self.last = float(metrics[key])
         if self._is_best(self.last):
             self.best, self.best_step = self.last, trainer.state.step
 
@@ -88,23 +87,26 @@ class Summary(Callback):
         in_all = f"{_count(state.step, 'step')} and {_count(state.epoch, 'epoch')} in all"
         _print(f"{fit} in {_clock(seconds)}{speed}; {in_all}; {_memory(trainer.world.device)}")
         if self.best is not None:
-            _print(f"best {self.monitor} {self.best:g} at step {self.best_step}, last {self.last:g}")
+            _print(f"best {self._key} {self.best:g} at step {self.best_step}, last {self.last:g}")
         elif self.last is not None:
-            _print(f"{self.monitor} was NaN in every evaluation")
+            _print(f"{self._key} was NaN in every evaluation")
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("monitor", "mode", "best", "best_step", "last")
-        return {name: getattr(self, name) for name in names}
+        return {"monitor": self._key} | {name: getattr(self, name) for name in ("mode", "best", "best_step", "last")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.monitor = self._asked_for or state["monitor"]
-        if (state["monitor"], state["mode"]) == (self.monitor, self.mode):
+        self._first_key = state["monitor"]
+        if (state["monitor"], state["mode"]) == (self._key, self.mode):
             self.best, self.best_step, self.last = state["best"], state["best_step"], state["last"]
         else:  # the best of another metric is not this one's
             self.best = self.best_step = self.last = None
 
+    @property
+    def _key(self) -> str | None:
+        return self._first_key if self.monitor is None else self.monitor
+
     def _forget(self) -> None:
-        self.monitor = self._asked_for
+        self._first_key = None
         self.best = self.best_step = self.last = None
 
     def _is_best(self, value: float) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 
 from tests.helpers import Numbers, Ranks, Recorder, Toy, ValueToy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, World
-from trainer.data import Loader, to_device
+from trainer.data import Loader, to_device, unchanged
 from trainer.order import Permutation
 from trainer.randomness import seed_generators
 
@@ -650,10 +650,42 @@ def test_a_dataset_that_returns_fewer_samples_than_asked_is_an_error() -> None:
             call()
 
 
-def train_on(data: Dataset[Any]) -> None:
+def train_on(data: Dataset[Any], **options: Any) -> float:
+    """The weight after an epoch in order, in batches of four."""
     model = Toy()
     config = TrainerConfig(batch_size=4, shuffle=False)
-    DDPTrainer(model, SGD(model.parameters(), lr=1.0), data, loss_fn=mean_of_outputs, config=config).fit()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    DDPTrainer(model, optimizer, data, loss_fn=mean_of_outputs, loader_options=options, config=config).fit()
+    return model.w.item()
+
+
+def test_a_dataset_may_answer_with_a_batch_that_is_collated_already() -> None:
+    class Columns(Numbers):
+        def __getitems__(self, indices: list[int]) -> Any:
+            return self.values[indices], self.values[indices]
+
+    assert train_on(Columns(8), collate_fn=unchanged) == -(1.5 + 5.5)
+
+
+@pytest.mark.parametrize("indices", [[True, False, True, True], [0.5, 1.5]])
+def test_a_part_of_rows_named_by_anything_but_integers_is_refused(indices: list[Any]) -> None:
+    """A mask would be taken for the rows 1 and 0."""
+    rows = TensorDataset(torch.arange(4.0), torch.arange(4.0))
+    with pytest.raises((TypeError, IndexError, RuntimeError)):
+        train_on(Subset(rows, np.array(indices)))  # type: ignore[arg-type]
+
+
+def test_a_part_whose_dataset_is_exchanged_between_epochs_gives_the_new_one() -> None:
+    class Growing(DDPTrainer):
+        def before_epoch(self) -> None:
+            numbers = torch.full((4,), 10.0 * self.state.epoch, dtype=torch.float64)
+            part.dataset = TensorDataset(numbers, numbers)
+
+    part = Subset(TensorDataset(torch.zeros(4), torch.zeros(4)), [0, 1, 2, 3])
+    model = Toy()
+    config = TrainerConfig(batch_size=4, epochs=3)
+    Growing(model, SGD(model.parameters(), lr=1.0), part, loss_fn=mean_of_outputs, config=config).fit()
+    assert model.w.item() == -30.0
 
 
 class Files(Numbers):

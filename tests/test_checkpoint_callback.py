@@ -558,3 +558,14 @@ def test_a_folder_is_the_one_that_was_named_wherever_the_script_goes(tmp_path: P
     assert listing(tmp_path / "run") == [name(2), name(4)]
     assert listing(tmp_path / "other" / "run") == []
     assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_relative_folder_is_that_of_the_place_where_fit_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of `resume_from` is."""
+    (tmp_path / "work").mkdir()
+    for number in (1, 2):
+        monkeypatch.chdir(tmp_path)
+        trainer = toy_trainer(4, batch_size=2, epochs=number, callbacks=[Checkpoint("run")])
+        monkeypatch.chdir(tmp_path / "work")
+        assert trainer.fit(resume_from="run").step == 2 * number
+    assert listing(tmp_path / "work" / "run") == [name(2), name(4)]

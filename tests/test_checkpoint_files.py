@@ -851,3 +851,23 @@ def test_a_file_system_that_cannot_sync_folders_is_written_to_all_the_same(
     monkeypatch.setattr(os, "fsync", refuse_folders)
     CheckpointFolder(tmp_path).write(name(1), content(1))
     assert step_of(CheckpointFolder(tmp_path).newest()) == 1
+
+
+def test_a_folder_that_is_emptied_while_it_is_read_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CheckpointFolder(tmp_path).write(name(1), content(1))
+
+    def removed(path: Path) -> None:
+        path.unlink()
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+
+    monkeypatch.setattr(checkpoint, "_verify", removed)
+    with pytest.raises(CheckpointError, match="were removed while they were read"):
+        CheckpointFolder(tmp_path).newest()
+
+
+def test_a_link_to_nowhere_is_named_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CheckpointFolder(tmp_path).write(name(1), content(1))
+    (tmp_path / name(3)).symlink_to(tmp_path / "gone")
+    with caplog.at_level(logging.ERROR, "trainer"):
+        assert step_of(CheckpointFolder(tmp_path).newest()) == 1
+    assert [name(3) in record.getMessage() for record in caplog.records] == [True]

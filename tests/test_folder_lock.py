@@ -509,6 +509,9 @@ def test_a_folder_that_was_made_anew_belongs_to_the_job_that_made_it(tmp_path: P
     class Replacing(Callback):
         def on_step(self, of: DDPTrainer, metrics: Mapping[str, float]) -> None:
             if of.state.step == 2:
+                for thread in threading.enumerate():
+                    if thread.name == "checkpoint":
+                        thread.join()
                 shutil.rmtree(folder)
                 folder.mkdir()
                 trainer.folder._held.clear()  # the other one is of another process

@@ -501,3 +501,15 @@ def test_a_script_that_ends_in_the_with_block_has_failed_only_where_it_says_so(r
     (outcome,) = ranks.outcomes(1, fit, launched=True)
     assert (outcome.recorded is not None) == bool(code)
     assert outcome.exit_code == (code or 0)
+
+
+def test_hooks_are_told_of_an_error_though_it_could_not_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(error: BaseException) -> None:
+        raise ArithmeticError("cannot be recorded")
+
+    recorder = Recorder()
+    trainer = toy_trainer(8, batch_size=2, callbacks=[FailingHook(), recorder])
+    monkeypatch.setattr(trainer.world, "record_failure", refuse)
+    with pytest.raises(ArithmeticError):
+        trainer.fit()
+    assert recorder.order[-1] == ("on_exception", 2)

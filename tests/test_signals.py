@@ -361,12 +361,46 @@ def test_the_first_checkpoint_is_given_its_time_after_a_signal(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: tuple[int, ...]
 ) -> None:
     """No write has shown how long it takes. Whoever waits for rank 0's leaves after it."""
-    slowly(monkeypatch, 3.0)
-    monkeypatch.setattr(agreement, "_SLACK", 0.5)
+    slowly(monkeypatch, 5.0)
+    monkeypatch.setattr(agreement, "_SLACK", 2.0)
     outcomes = ranks.outcomes(2, run, tmp_path, told, signal.SIGTERM)
     assert [outcome.value for outcome in outcomes] == [(4, "received SIGTERM")] * 2, outcomes
     assert list(CheckpointFolder(tmp_path).steps()) == [4]
     assert CheckpointFolder(tmp_path).newest() is not None
+
+
+def test_a_step_is_given_more_time_while_the_file_of_one_before_is_written(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slowly(monkeypatch, 3.0)
+    monkeypatch.setattr(agreement, "_SLACK", 0.0)
+
+    def report() -> None:
+        signal_oneself(signal.SIGTERM)
+        time.sleep(1.0)
+
+    def fit() -> int:
+        return toy_trainer(9, batch_size=1, callbacks=[Once(report), Checkpoint(tmp_path, every_steps=1)]).fit().step
+
+    (outcome,) = ranks.outcomes(1, fit)
+    assert outcome.value == 2, outcome
+    assert list(CheckpointFolder(tmp_path).steps()) == [1, 2]
+
+
+def test_a_handler_that_passes_signals_on_to_the_trainers_leaves_the_deadline(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libraries do that install theirs during the run."""
+    monkeypatch.setattr(agreement, "_SLACK", 0.5)
+
+    def chain() -> None:
+        before: Any = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+        signal_oneself(signal.SIGTERM)
+        time.sleep(10)
+
+    (outcome,) = ranks.outcomes(1, lambda: toy_trainer(9, batch_size=1, callbacks=[Once(chain)]).fit())
+    assert left_hard(outcome, "leaves after a signal to stop: its steps did not end within 0.5")
 
 
 @pytest.mark.parametrize("async_write", [False, True])

@@ -511,3 +511,20 @@ def test_what_a_stream_draws_that_shards_itself_follows_from_rank_worker_and_pla
             assert seen == wanted[len(wanted) - len(seen) :]
             assert 0 < len(seen) < len(wanted)
             assert metrics == wanted_metrics
+
+
+def cut_up(worker: int) -> None:
+    """As torch's documentation shows it, for a stream that is read in parts."""
+    info: Any = get_worker_info()
+    info.dataset.length = info.dataset.length // info.num_workers
+
+
+def test_a_stream_that_is_read_whole_is_not_cut_up_by_its_workers_in_silence() -> None:
+    """It would be cut twice, and most of it never be read."""
+    model = Toy()
+    options = {"num_workers": 2, "worker_init_fn": cut_up}
+    config = TrainerConfig(batch_size=2, epochs=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = DDPTrainer(model, optimizer, Stream(8), loss_fn=mean_of_outputs, loader_options=options, config=config)
+    with pytest.raises(AttributeError, match="no attribute 'length'"):
+        trainer.fit()

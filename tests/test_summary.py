@@ -416,3 +416,12 @@ def test_the_first_key_is_that_of_the_evaluations_of_now(capsys: pytest.CaptureF
         capsys.readouterr()
         callback.on_eval(fake(state=TrainerState(step=10)), {"val/loss": 0.75, "test/loss": 0.25})
         assert "best val/loss 0.75 at step 10, last 0.75" in end(callback, capsys)
+
+
+def test_the_key_may_be_chosen_after_construction(capsys: pytest.CaptureFixture[str]) -> None:
+    callback = Summary()
+    callback.monitor = "accuracy"
+    callback.on_fit_start(fake())
+    capsys.readouterr()
+    callback.on_eval(fake(state=TrainerState(step=10)), {"loss": 0.5, "accuracy": 0.75})
+    assert "best accuracy 0.75 at step 10, last 0.75" in end(callback, capsys)

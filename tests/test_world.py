@@ -643,18 +643,6 @@ def test_a_view_travels_without_the_rest_of_its_storage(ranks: Ranks) -> None:
         assert total == 15.0
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_parameters_of_a_module_arrive_as_parameters(ranks: Ranks, world_size: int) -> None:
-    def gathered() -> list[list[tuple[str, bool]]]:
-        module = nn.Linear(2, 2)
-        module.bias.requires_grad_(False)
-        found = World.from_env().gather(module)
-        return [[(name, parameter.requires_grad) for name, parameter in other.named_parameters()] for other in found]
-
-    for found in ranks(world_size, gathered):
-        assert found == [[("weight", True), ("bias", False)]] * world_size
-
-
 def test_an_error_on_rank_0_is_its_own_though_nobody_is_there_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the others' time limit was over before."""
     world = World.from_env()

@@ -89,21 +89,21 @@ class _Batches(Dataset[Any]):
         self._seed = seed
         self._purpose = purpose
         self._epoch = NO_EPOCH
-        self._subsets: list[Subset[Any]] = []  # the outermost first; their own __getitems__ would hide what the innermost answers
-        while type(dataset) is Subset:
-            self._subsets.append(dataset)
-            dataset = dataset.dataset
-        self._innermost: Any = dataset
-        self.are_rows = type(dataset) is TensorDataset and self._collate is default_collate
+
+    @property
+    def are_rows(self) -> bool:
         """Whether the samples are rows of tensors, and a batch nothing but some of them: then `rows` may be asked."""
+        return self._collate is default_collate and type(_innermost(self.of_user, [])[0]) is TensorDataset
 
     def rows(self, asked: Iterator[Request]) -> Iterator[list[Tensor]]:
         """The batches asked for, on the device that the tensors are on; it is sent the places of many batches at once."""
-        tensors: tuple[Tensor, ...] = self._innermost.tensors
         while chunk := [indices for _, _, indices in islice(asked, _AT_ONCE)]:
-            places = np.array(self._places(list(chain.from_iterable(chunk))), dtype=np.int64)
-            if self._subsets:  # which may count from the end, as index_select does not
-                places += (places < 0) * len(self._innermost)
+            dataset, indices = _innermost(self.of_user, list(chain.from_iterable(chunk)))
+            tensors: tuple[Tensor, ...] = dataset.tensors
+            places = np.array(indices)
+            if dataset is not self.of_user and places.dtype.kind in "iu":  # indices of any such type, also from the end
+                places = places.astype(np.int64, copy=False)
+                places += (places < 0) * len(dataset)
             there = {device: torch.from_numpy(places).to(device) for device in {tensor.device for tensor in tensors}}
             parts = [torch.split(there[tensor.device], [len(indices) for indices in chunk]) for tensor in tensors]
             for columns in zip(*parts, strict=True):
@@ -117,14 +117,14 @@ class _Batches(Dataset[Any]):
             tell(dataset, epoch)
         if self.are_rows:
             return next(self.rows(iter([request])))
-        dataset, indices = self._innermost, self._places(indices)
+        dataset, indices = _innermost(dataset, indices)
         call, samples = "__getitems__", []
         of: Any = indices
         try:
             if _answers_batches(dataset):  # draws per batch
                 self._seed_for(epoch, positions[0])
                 samples = dataset.__getitems__(indices)
-                if len(samples) != len(indices):
+                if isinstance(samples, list) and len(samples) != len(indices):  # else they are collated already
                     raise ValueError(f"__getitems__ must return every sample asked for: {len(indices)}; found {len(samples)}")
             else:
                 for position, index in zip(positions, indices, strict=True):
@@ -137,12 +137,6 @@ class _Batches(Dataset[Any]):
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"({type(dataset).__name__}: {call} of {of}, in {_named(epoch)})")
             raise
-
-    def _places(self, indices: list[int]) -> list[int]:
-        """The indices of the innermost dataset."""
-        for subset in self._subsets:
-            indices = [subset.indices[index] for index in indices]
-        return indices
 
     def _seed_for(self, epoch: int, position: int) -> None:
         if self._seed is not None:
@@ -160,6 +154,13 @@ def tell(dataset: Any, epoch: int) -> None:
         parts = parts.values() if isinstance(parts, dict) else parts
         for part in [] if isinstance(parts, Iterator) else parts:  # an iterator would be empty afterwards
             tell(part, epoch)
+
+
+def _innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
+    """The dataset that a Subset is of, and its indices: a Subset's __getitems__ would hide what that one answers."""
+    while type(dataset) is Subset:
+        dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+    return dataset, indices
 
 
 def _named(epoch: int) -> str:

@@ -74,14 +74,19 @@ def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement
     """Tell the callbacks and torchrun of what ends `fit`; returns it with more said, where there is more to say."""
     workers.let_go()
     consequence = trainer.world.is_consequence(error)
-    if not consequence:  # torchrun is told first: a hook may never come back
+    is_cause = not consequence and error is not trainer.world.copied
+    if not consequence:
         error = explained(error, trainer)
-        trainer.world.record_failure(error)
-    hooks.on_exception(trainer, error)
+    try:
+        if is_cause:  # torchrun is told first: a hook may never come back
+            trainer.world.record_failure(error)
+    finally:
+        hooks.on_exception(trainer, error)
     agreement.close()  # from here on torchrun may end this process at once
     if consequence:
         agreement.obey()
         error = explained(error, trainer)
+    if not is_cause:
         trainer.world.record_failure(error)
     return error
 

@@ -33,7 +33,7 @@ class CheckpointFolder:
     """The checkpoints of one run: ``step-00000042.pt`` after step 42, and others under names of their own."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).absolute()  # the script may go to another one, while a thread writes here
+        self.folder = Path(folder)
         self._copies = HostCopy()
         self._writing: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -59,14 +59,15 @@ class CheckpointFolder:
             passed.add(paths[-1])
             try:
                 return checkpoint.read(paths[-1])
-            except CheckpointError as error:
-                _log.error("passed over a damaged checkpoint: %s", error)
-            except FileNotFoundError:  # the run that writes here has just removed it for a newer one, which is listed now
-                continue
+            except (CheckpointError, FileNotFoundError) as error:
+                if os.path.lexists(paths[-1]):  # else the run that writes here has just removed it for a newer one
+                    _log.error("passed over a damaged checkpoint: %s", error)
         if damaged := [path for path in passed if os.path.lexists(path)]:
             raise CheckpointError(
                 f"all {len(damaged)} checkpoints in {self.folder} are damaged; to start afresh, use another folder or remove them"
             )
+        if passed:
+            raise CheckpointError(f"the checkpoints in {self.folder} were removed while they were read")
         return None
 
     @staticmethod

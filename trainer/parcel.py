@@ -7,7 +7,7 @@ import pickle
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def pack(value: Any) -> bytes:
@@ -45,13 +45,12 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        learns = value.requires_grad if isinstance(value, nn.Parameter) else None
         value, dtype = value.detach().cpu(), None
         if value.layout is torch.strided and value.nbytes < value.untyped_storage().nbytes():
             value = value.clone()  # of a view the whole storage would travel
         if value.dtype not in _RESTORED:
             value, dtype = value.contiguous().view(_PLAIN[value.element_size()]), value.dtype
-        return value.__reduce_ex__(2), dtype, learns
+        return value.__reduce_ex__(2), dtype
 
 
 class _Unpickler(pickle.Unpickler):
@@ -60,7 +59,6 @@ class _Unpickler(pickle.Unpickler):
         self._device = device
 
     def persistent_load(self, reduced: Any) -> Any:
-        (rebuild, arguments), dtype, learns = reduced
+        (rebuild, arguments), dtype = reduced
         value = rebuild(*arguments)
-        value = (value if dtype is None else value.view(dtype)).to(self._device)
-        return value if learns is None else nn.Parameter(value, learns)
+        return (value if dtype is None else value.view(dtype)).to(self._device)

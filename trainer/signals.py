@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 _ECHO = 1.0  # seconds: within these a second signal is the same one, sent to the group and passed on by torchrun
-_END = 0  # no signal has this number
+_END, _CALLED = 0, 255  # no signals have these numbers
 
 
 class Signals:
@@ -75,6 +75,8 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._received = number
+        if Signals._open is self:  # the watcher does not see where another handler, installed since, has passed it on
+            os.write(self._writing, bytes([_CALLED]))
         self._ask(f"received {signal.Signals(number).name}")
         if callable(self._users[number]):
             self._users[number](number, frame)
@@ -92,15 +94,14 @@ class Signals:
             numbers = os.read(self._reading, 256)
             if self._wakeup >= 0:  # somebody else's, who is to be woken too
                 with suppress(OSError):
-                    os.write(self._wakeup, numbers.replace(bytes([_END]), b""))
+                    os.write(self._wakeup, bytes(number for number in numbers if number not in (_END, _CALLED)))
             if _END in numbers:
                 return
-            if not any(number in self._users and signal.getsignal(number) == self._handle for number in numbers):
-                continue  # not this one's, or no longer
+            is_own = any(number in self._users and signal.getsignal(number) == self._handle for number in numbers)
             now = time.monotonic()
-            if leaving == math.inf:
+            if leaving == math.inf and (is_own or _CALLED in numbers):
                 first, leaving = now, now + self._seconds()
-            elif now - first > _ECHO:
+            elif is_own and now - first > _ECHO:
                 self._leave("another one came")
 
     def _leave(self, why: str) -> None:

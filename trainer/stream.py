@@ -71,7 +71,7 @@ class _Reader(IterableDataset[Batches]):
         seed: int | None,
         purpose: int,
     ) -> None:
-        self.of_user = dataset
+        self._dataset = dataset
         self._collate = collate
         self._plan = plan
         self._seed = seed
@@ -109,10 +109,10 @@ class _Reader(IterableDataset[Batches]):
 
     def _items(self, epoch: int) -> Iterator[tuple[int, Any]]:
         if epoch != NO_EPOCH:
-            tell(self.of_user, epoch)
+            tell(self._dataset, epoch)
         position = 0
         self._seed_for(epoch, position)
-        for item in self.of_user:
+        for item in self._dataset:
             yield position, item
             position += 1
             self._seed_for(epoch, position)

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -43,11 +44,16 @@ def loader_options(options: Mapping[str, Any], seed: int | None) -> dict[str, An
 
 def started(loader: DataLoader[Any]) -> Iterator[Any]:
     """``iter(loader)``; until a worker has handlers of its own, a signal to all processes waits for them."""
-    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
-    if not loader.num_workers or method == "forkserver":  # which would hand the mask on to all that it ever starts
+    if not loader.num_workers:
         return iter(loader)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    method = (loader.multiprocessing_context or multiprocessing).get_start_method()
+    if method == "forkserver":  # which would hand the mask on to all that it ever starts
+        return iter(loader)
+    if method == "spawn":
+        resource_tracker.ensure_running()  # its start, else within the block, lets signals through
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -77,7 +83,8 @@ def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | N
         signal.signal(signal_number, outlive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.of_user)  # which scripts expect there, not what fetches from it
+    # What scripts expect there, not what fetches from it; of a stream that every worker reads whole there is nothing to set.
+    object.__setattr__(info, "dataset", getattr(info.dataset, "of_user", info.dataset))
     if of_user is not None:
         of_user(number)
 

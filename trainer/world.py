@@ -13,9 +13,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -67,7 +66,7 @@ class World:
         """Set while a trainer's `fit`, `evaluate` or `predict` runs: its name."""
         self.failed = False
         """Set once an error is on its way out of here: from then on nothing communicates."""
-        self._copied: BaseException | None = None  # another rank's error, raised here too
+        self.copied: BaseException | None = None  # another rank's error, raised here too
         self._owns_group = owns_group
         self.roll_call = _roll_calls[0] if owns_group and _roll_calls else None
         self._hurries = self._is_closed = False
@@ -187,7 +186,7 @@ class World:
             raise error
         for rank, failure in enumerate(failures):
             if isinstance(failure, BaseException):  # nothing else, unless that rank makes another call
-                self._copied = failure
+                self.copied = failure
                 raise failure from RuntimeError(f"raised on rank {rank}")
 
     def run_on_main(self, function: Callable[[], T]) -> T:
@@ -203,11 +202,11 @@ class World:
             except BaseException as raised:
                 error = raised
         try:
-            result, self._copied = self._broadcast((result, sendable(error)), torch.device("cpu"))
+            result, self.copied = self._broadcast((result, sendable(error)), torch.device("cpu"))
         except Exception as lost:
             raise error or lost from (lost if error else None)
-        if self._copied is not None:
-            raise error or self._copied
+        if self.copied is not None:
+            raise error or self.copied
         return cast(T, result)
 
     def wrap(self, model: nn.Module, **ddp_options: Any) -> nn.Module:
@@ -284,7 +283,7 @@ class World:
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
         self.failed = True
-        consequence = self.is_consequence(error) or error is self._copied
+        consequence = self.is_consequence(error) or error is self.copied
         if self.roll_call is not None:
             self.roll_call.say(TOO if consequence else LEFT if isinstance(error, SystemExit) else CAUSE)
         if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
@@ -334,7 +333,8 @@ def _record(error: BaseException) -> None:
             try:
                 get_error_handler().record_exception(error)
             except OSError:  # such as a full disk's; torchrun's agent would end at half a file
-                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
+                with suppress(OSError):
+                    os.unlink(os.environ["TORCHELASTIC_ERROR_FILE"])
 
 
 @atexit.register
