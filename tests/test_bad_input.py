@@ -943,6 +943,7 @@ def tried(bad: Bad, folder: Path) -> Tried:
     except BaseException as raised:
         error = raised
     trainer, before = built[-1] if built else (None, "")
+    afterwards = healthy()  # on all ranks: from here on rank 0's callbacks are through
     return Tried(
         error=type(error).__name__,
         message=str(error).replace(str(folder), "FOLDER"),
@@ -950,7 +951,7 @@ def tried(bad: Bad, folder: Path) -> Tried:
         steps=trainer.state.step if trainer else 0,
         unchanged=trainer is None or content(trainer) == before,
         files=[] if bad.writes else sorted(files(folder)),
-        afterwards=healthy(),
+        afterwards=afterwards,
     )
 
 

@@ -432,12 +432,15 @@ def test_an_error_that_every_rank_raises_is_recorded_last_where_it_is_a_copy(ran
     assert recorded_at(outcomes[1 - cause]) > recorded_at(outcomes[cause])
 
 
-def test_torchrun_is_told_of_an_error_before_the_hooks_are(ranks: Ranks, tmp_path: Path) -> None:
-    """One of which may never come back, such as one that waits for a server."""
+def test_torchrun_is_told_of_an_error_though_a_hook_does_not_come_back(ranks: Ranks, tmp_path: Path) -> None:
+    """Such as one that waits for a server."""
 
     class Looking(Recorder):
         def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
-            recorded = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+            recorded, deadline = Path(os.environ["TORCHELASTIC_ERROR_FILE"]), time.monotonic() + 10
+            while not recorded.exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            time.sleep(0.2)
             (tmp_path / "found").write_text(recorded.read_text() if recorded.exists() else "")
 
     outcomes = ranks.outcomes(1, lambda: toy_trainer(8, batch_size=2, callbacks=[FailingHook(), Looking()]).fit(), launched=True)
@@ -501,15 +504,3 @@ def test_a_script_that_ends_in_the_with_block_has_failed_only_where_it_says_so(r
     (outcome,) = ranks.outcomes(1, fit, launched=True)
     assert (outcome.recorded is not None) == bool(code)
     assert outcome.exit_code == (code or 0)
-
-
-def test_hooks_are_told_of_an_error_though_it_could_not_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(error: BaseException) -> None:
-        raise ArithmeticError("cannot be recorded")
-
-    recorder = Recorder()
-    trainer = toy_trainer(8, batch_size=2, callbacks=[FailingHook(), recorder])
-    monkeypatch.setattr(trainer.world, "record_failure", refuse)
-    with pytest.raises(ArithmeticError):
-        trainer.fit()
-    assert recorder.order[-1] == ("on_exception", 2)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _WRAPPER = "(?:DistributedDataParallel|_StandIn)"
 _HIDDEN = re.compile(rf"'{_WRAPPER}' object has no attribute '(\w+)'")
 _NO_LIST = re.compile(rf"'{_WRAPPER}' object is not (?:subscriptable|iterable)|cannot unpack non-iterable {_WRAPPER} object")
+_PATIENCE = 1.0  # seconds for the hooks to close their files, before torchrun is told
 _PHASES = {  # by the function that was running; before those, whatever names a script has for its own
     "_step": "in a training step",
     "_check_calls": "for the other ranks",
@@ -77,18 +79,30 @@ def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement
     is_cause = not consequence and error is not trainer.world.copied
     if not consequence:
         error = explained(error, trainer)
-    try:
-        if is_cause:  # torchrun is told first: a hook may never come back
-            trainer.world.record_failure(error)
-    finally:
+    with _recorded_meanwhile(error, trainer.world) if is_cause else nullcontext():
         hooks.on_exception(trainer, error)
     agreement.close()  # from here on torchrun may end this process at once
     if consequence:
         agreement.obey()
         error = explained(error, trainer)
-    if not is_cause:
-        trainer.world.record_failure(error)
+    trainer.world.record_failure(error)
     return error
+
+
+@contextmanager
+def _recorded_meanwhile(error: BaseException, world: World) -> Iterator[None]:
+    """torchrun is told of `error` when the block takes longer: a hook that waits for a server may never come back."""
+    timer = threading.Timer(_PATIENCE, world.record_failure, [error])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except BaseException:  # an interrupt, of a person who does not wait for the hooks
+        world.record_failure(error)
+        raise
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:

@@ -299,9 +299,8 @@ class World:
 
 def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
     cuda = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", _URL, timeout, launch.size, launch.rank, device_id=device if cuda else None
-    )
+    where: dict[str, Any] = {"init_method": _URL, "rank": launch.rank, "world_size": launch.size, "timeout": timeout}
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, **where)
 
 
 def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
