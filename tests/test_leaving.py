@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -504,3 +505,50 @@ def test_a_script_that_ends_in_the_with_block_has_failed_only_where_it_says_so(r
     (outcome,) = ranks.outcomes(1, fit, launched=True)
     assert (outcome.recorded is not None) == bool(code)
     assert outcome.exit_code == (code or 0)
+
+
+def test_the_rank_that_failed_is_the_cause_though_its_hooks_take_long(ranks: Ranks) -> None:
+    """The others hear of its error at once, and end before it."""
+
+    class Slow(Recorder):
+        def on_fit_end(self, trainer: DDPTrainer) -> None:
+            raise ValueError("boom")
+
+        def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+            time.sleep(5)
+
+    cause, copy = ranks.outcomes(2, lambda: toy_trainer(8, batch_size=2, callbacks=[Slow()]).fit())
+    assert (cause.error, copy.error) == ("ValueError", "ValueError")
+    assert recorded_at(cause) < recorded_at(copy)
+
+
+def test_what_is_told_while_a_hook_hangs_says_where_the_error_was(ranks: Ranks, tmp_path: Path) -> None:
+    """Also of an error that was given more to say."""
+
+    class Hidden(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            return model.weight_of_its_own
+
+    class Hanging(Recorder):
+        def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+            time.sleep(2)
+            os._exit(9)
+
+    (outcome,) = ranks.outcomes(1, lambda: toy_trainer(8, batch_size=2, kind=Hidden, callbacks=[Hanging()]).fit(), launched=True)
+    assert outcome.exit_code == 9
+    assert "in training_step" in str(outcome.recorded)
+    assert "write self.model.weight_of_its_own" in str(outcome.recorded)
+
+
+def test_hooks_are_told_of_an_error_though_no_thread_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    recorder = Recorder()
+    trainer = toy_trainer(8, batch_size=2, callbacks=[FailingHook(), recorder])
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    with pytest.raises(ValueError, match="boom"):
+        trainer.fit()
+    assert recorder.order[-1] == ("on_exception", 2)
+    assert trainer.world.failed
+    trainer.world.failed = False  # it is that of the tests, and goes on

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import gc
 import os
 import resource
 import signal
@@ -11,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +170,18 @@ class Once(Callback):
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if trainer.state.step == 2:
+            self.action()
+
+
+class AtStep(Callback):
+    """Does something in one step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step = step
+        self.action = action
+
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        if trainer.state.step == self.step:
             self.action()
 
 
@@ -403,6 +418,33 @@ def test_a_handler_that_passes_signals_on_to_the_trainers_leaves_the_deadline(
     assert left_hard(outcome, "leaves after a signal to stop: its steps did not end within 0.5")
 
 
+def chained() -> None:
+    before: Any = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: before(number, frame))
+
+
+def test_a_handler_that_passes_signals_on_does_so_in_a_second_fit_too(ranks: Ranks) -> None:
+    def fit() -> list[str | None]:
+        trainer = toy_trainer(9, batch_size=1, epochs=2, callbacks=[Once(chained)], max_steps=4)
+        reasons = [trainer.fit().stop_reason]
+        trainer.config = replace(trainer.config, max_steps=9)
+        trainer.callbacks[0].action = lambda: None  # type: ignore[attr-defined]
+        trainer._hooks.callbacks += (AtStep(6, lambda: signal_oneself(signal.SIGTERM)),)
+        return [*reasons, trainer.fit().stop_reason]
+
+    assert ranks(1, fit) == [[None, "received SIGTERM"]]
+
+
+def test_after_fit_a_signal_that_is_passed_on_has_its_usual_effect(ranks: Ranks) -> None:
+    def fit() -> None:
+        toy_trainer(4, batch_size=1, callbacks=[Once(chained)]).fit()
+        signal_oneself(signal.SIGTERM)
+        time.sleep(5)
+
+    (outcome,) = ranks.outcomes(1, fit)
+    assert outcome.exit_code == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("async_write", [False, True])
 def test_a_file_that_is_on_its_way_when_the_signal_comes_becomes_whole(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, async_write: bool
@@ -491,3 +533,18 @@ def test_a_worker_outlives_a_signal_that_comes_while_it_starts(number: int) -> N
     trainer = DDPTrainer(model, optimizer, Unpickled(number), loss_fn=mean_of_outputs, loader_options=options, config=config)
     assert trainer.fit().step == 6
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+@pytest.mark.parametrize("told", [(), (1,)])
+def test_after_a_signal_every_rank_ends_without_a_last_look_at_all_of_torch(
+    ranks: Ranks, tmp_path: Path, told: tuple[int, ...]
+) -> None:
+    """Which takes the garbage collector a second or two; without a signal it looks."""
+
+    def fit() -> None:
+        rank, before = World.from_env().rank, gc.get_freeze_count()
+        atexit.register(lambda: (tmp_path / f"frozen-{rank}").write_text(str(gc.get_freeze_count() > before)))
+        run(tmp_path / "files", told, signal.SIGTERM)
+
+    ranks(2, fit)
+    assert [(tmp_path / f"frozen-{rank}").read_text() for rank in (0, 1)] == [str(bool(told))] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from . import checkpoint
-from .signals import Signals
+from .signals import REASON, Signals
 from .world import World
 
 _PERIOD = 2.0  # seconds within which a wish is heard, where reports are further apart
@@ -43,6 +45,7 @@ class StopAgreement:
         self._longest = self._saving = 0.0
         self._evaluations = 0
         self._is_evaluating = self._is_leaving = False
+        self._signals = Signals(self.ask, self._seconds_to_leave)  # a handler of the script's may still call the one before
         self._signals.open()
 
     def close(self) -> None:
@@ -66,6 +69,8 @@ class StopAgreement:
         """
         reason = self._agreed(step, due)
         self._is_leaving = finished or reason is not None
+        if reason is not None and reason.startswith(REASON):
+            atexit.register(gc.freeze)  # or the interpreter's last collections, over all of torch, take a second or two
         return reason
 
     def _agreed(self, step: int, due: bool) -> str | None:

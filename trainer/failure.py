@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WRAPPER = "(?:DistributedDataParallel|_StandIn)"
 _HIDDEN = re.compile(rf"'{_WRAPPER}' object has no attribute '(\w+)'")
 _NO_LIST = re.compile(rf"'{_WRAPPER}' object is not (?:subscriptable|iterable)|cannot unpack non-iterable {_WRAPPER} object")
-_PATIENCE = 1.0  # seconds for the hooks to close their files, before torchrun is told
+_PATIENCE = 0.5  # seconds for the hooks to close their files, before torchrun is told
 _PHASES = {  # by the function that was running; before those, whatever names a script has for its own
     "_step": "in a training step",
     "_check_calls": "for the other ranks",
@@ -77,7 +77,7 @@ def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement
     workers.let_go()
     consequence = trainer.world.is_consequence(error)
     is_cause = not consequence and error is not trainer.world.copied
-    if not consequence:
+    if is_cause:
         error = explained(error, trainer)
     with _recorded_meanwhile(error, trainer.world) if is_cause else nullcontext():
         hooks.on_exception(trainer, error)
@@ -85,24 +85,31 @@ def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement
     if consequence:
         agreement.obey()
         error = explained(error, trainer)
-    trainer.world.record_failure(error)
+    if not is_cause:
+        trainer.world.record_failure(error)
     return error
 
 
 @contextmanager
 def _recorded_meanwhile(error: BaseException, world: World) -> Iterator[None]:
-    """torchrun is told of `error` when the block takes longer: a hook that waits for a server may never come back."""
-    timer = threading.Timer(_PATIENCE, world.record_failure, [error])
+    """torchrun is told of `error`, once: after the block, or while it takes long, as a hook that waits for a server may."""
+    is_told = threading.Lock()
+
+    def tell() -> None:
+        if is_told.acquire(blocking=False):
+            world.record_failure(error)
+
+    timer = threading.Timer(_PATIENCE, tell)
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):  # there may be no more threads, which may be the error itself
+        timer.start()
     try:
         yield
-    except BaseException:  # an interrupt, of a person who does not wait for the hooks
-        world.record_failure(error)
-        raise
     finally:
         timer.cancel()
-        timer.join()
+        if timer.is_alive():
+            timer.join()
+        tell()
 
 
 def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
@@ -136,6 +143,7 @@ def saying(text: str, error: BaseException) -> BaseException:
         with suppress(Exception):
             said: BaseException = kind(text)
             if text in str(said):  # a KeyError's has quotes around it
+                said.__cause__ = error
                 return said
     return error
 

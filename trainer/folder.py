@@ -109,6 +109,7 @@ class CheckpointFolder:
         Waits for the work before. Raises that one's error if it failed, and TypeError as `checkpoint.check_plain` does.
         """
         self.wait()
+        self.folder = self.folder.absolute()  # the script may go elsewhere, while the thread writes
         checkpoint.check_plain(content)
         copied, settle = self._copies.take(content)
 

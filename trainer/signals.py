@@ -13,6 +13,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, ClassVar
 
+REASON = "received"  # and the signal's name
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 _ECHO = 1.0  # seconds: within these a second signal is the same one, sent to the group and passed on by torchrun
 _END, _CALLED = 0, 255  # no signals have these numbers
@@ -74,10 +75,15 @@ class Signals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-        if Signals._open is self:  # the watcher does not see where another handler, installed since, has passed it on
-            os.write(self._writing, bytes([_CALLED]))
-        self._ask(f"received {signal.Signals(number).name}")
+        if Signals._open is self:
+            self._received = number
+            os.write(self._writing, bytes([_CALLED]))  # the watcher does not see who is called by another handler
+            self._ask(f"{REASON} {signal.Signals(number).name}")
+        elif (
+            Signals._open is None and self._users[number] is signal.SIG_DFL
+        ):  # called by a handler that was installed during `fit`, after it
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if callable(self._users[number]):
             self._users[number](number, frame)
 

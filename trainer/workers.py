@@ -38,7 +38,7 @@ def loader_options(options: Mapping[str, Any], seed: int | None) -> dict[str, An
         _end_with(os.getpid())
         # the system watches over the thread that starts them: another than the main one may end before they are done
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
-        added["worker_init_fn"] = functools.partial(_start, parent, _ending(os.getpid()), options.get("worker_init_fn"))
+        added["worker_init_fn"] = functools.partial(_start, parent, _ending(), options.get("worker_init_fn"))
     return added
 
 
@@ -59,17 +59,20 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-@functools.cache
-def _ending(process: int) -> Tensor:
-    """Whether it ends, as its living workers see it. One for each process: those that one parent has forked end one by one."""
-    return torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call, no-any-return]
+_endings: dict[int, Tensor] = {}  # by process: those that one parent has forked end one by one
+
+
+def _ending() -> Tensor:
+    """Whether this process ends, as its living workers see it."""
+    if os.getpid() not in _endings:
+        _endings[os.getpid()] = torch.zeros((), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+    return _endings[os.getpid()]
 
 
 def let_go() -> None:
     """After an error: the workers that are at work may leave when their loader ends them. Those of a later fit are told anew."""
-    if _ending.cache_info().currsize:  # else there were none, and the error may be that no memory can be shared
-        _ending(os.getpid()).fill_(True)
-        _ending.cache_clear()
+    if (ending := _endings.pop(os.getpid(), None)) is not None:
+        ending.fill_(True)
 
 
 def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
@@ -97,7 +100,7 @@ def _end_with(process: int) -> None:
 
 def _end_workers() -> None:
     """After an error some may still be at work; their signal handler says when they may leave."""
-    _ending(os.getpid()).fill_(True)
+    let_go()
     children = [child for child in multiprocessing.active_children() if vars(child).get("_target") is _worker_loop]
     deadline = time.monotonic() + _PATIENCE
     for child in children:
