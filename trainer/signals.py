@@ -79,9 +79,7 @@ class Signals:
             self._received = number
             os.write(self._writing, bytes([_CALLED]))  # the watcher does not see who is called by another handler
             self._ask(f"{REASON} {signal.Signals(number).name}")
-        elif (
-            Signals._open is None and self._users[number] is signal.SIG_DFL
-        ):  # called by a handler that was installed during `fit`, after it
+        elif Signals._open is None and self._users[number] is signal.SIG_DFL:  # called by such a handler after `fit`
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if callable(self._users[number]):
