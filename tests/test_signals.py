@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
-import gc
 import os
 import resource
 import signal
@@ -535,16 +533,34 @@ def test_a_worker_outlives_a_signal_that_comes_while_it_starts(number: int) -> N
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
-@pytest.mark.parametrize("told", [(), (1,)])
-def test_after_a_signal_every_rank_ends_without_a_last_look_at_all_of_torch(
-    ranks: Ranks, tmp_path: Path, told: tuple[int, ...]
-) -> None:
-    """Which takes the garbage collector a second or two; without a signal it looks."""
+def test_a_handler_of_the_fit_before_that_is_back_in_its_place_asks_the_fit_of_now(ranks: Ranks) -> None:
+    """Where the script's own, installed during the first, is taken away during the second."""
 
-    def fit() -> None:
-        rank, before = World.from_env().rank, gc.get_freeze_count()
-        atexit.register(lambda: (tmp_path / f"frozen-{rank}").write_text(str(gc.get_freeze_count() > before)))
-        run(tmp_path / "files", told, signal.SIGTERM)
+    def fit() -> list[str | None]:
+        def pass_on() -> None:
+            popped.append(signal.getsignal(signal.SIGTERM))
+            signal.signal(signal.SIGTERM, lambda number, frame: popped[0](number, frame))
 
-    ranks(2, fit)
-    assert [(tmp_path / f"frozen-{rank}").read_text() for rank in (0, 1)] == [str(bool(told))] * 2
+        def pop() -> None:
+            signal.signal(signal.SIGTERM, popped[0])
+            signal_oneself(signal.SIGTERM)
+
+        popped: list[Any] = []
+        first = toy_trainer(4, batch_size=1, callbacks=[Once(pass_on)]).fit()
+        return [first.stop_reason, toy_trainer(9, batch_size=1, callbacks=[Once(pop)]).fit().stop_reason]
+
+    assert ranks(1, fit) == [[None, "received SIGTERM"]]
+
+
+def test_a_handler_that_passes_on_signals_of_its_own_does_no_harm(ranks: Ranks) -> None:
+    """Of numbers that were never the trainer's."""
+
+    def fit() -> int:
+        def pass_on() -> None:
+            before: Any = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGUSR2, lambda number, frame: before(number, frame))
+            signal_oneself(signal.SIGUSR2)
+
+        return toy_trainer(9, batch_size=1, callbacks=[Once(pass_on)]).fit().step
+
+    assert ranks(1, fit) == [2]

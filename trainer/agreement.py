@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from . import checkpoint
-from .signals import REASON, Signals
+from .signals import Signals
 from .world import World
 
 _PERIOD = 2.0  # seconds within which a wish is heard, where reports are further apart
@@ -69,8 +67,6 @@ class StopAgreement:
         """
         reason = self._agreed(step, due)
         self._is_leaving = finished or reason is not None
-        if reason is not None and reason.startswith(REASON):
-            atexit.register(gc.freeze)  # or the interpreter's last collections, over all of torch, take a second or two
         return reason
 
     def _agreed(self, step: int, due: bool) -> str | None:

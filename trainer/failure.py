@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _WRAPPER = "(?:DistributedDataParallel|_StandIn)"
 _HIDDEN = re.compile(rf"'{_WRAPPER}' object has no attribute '(\w+)'")
 _NO_LIST = re.compile(rf"'{_WRAPPER}' object is not (?:subscriptable|iterable)|cannot unpack non-iterable {_WRAPPER} object")
-_PATIENCE = 0.5  # seconds for the hooks to close their files, before torchrun is told
+_PATIENCE = 0.2  # seconds for the hooks to close their files, before torchrun is told
 _PHASES = {  # by the function that was running; before those, whatever names a script has for its own
     "_step": "in a training step",
     "_check_calls": "for the other ranks",

@@ -13,7 +13,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, ClassVar
 
-REASON = "received"  # and the signal's name
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 _ECHO = 1.0  # seconds: within these a second signal is the same one, sent to the group and passed on by torchrun
 _END, _CALLED = 0, 255  # no signals have these numbers
@@ -64,7 +63,7 @@ class Signals:
 
     def resend(self) -> None:
         """After `close`: let a signal that came have the effect that it has without a trainer, such as ending this process."""
-        if self._received is not None and self._users[self._received] is signal.SIG_DFL:
+        if self._received is not None and self._users.get(self._received) is signal.SIG_DFL:
             os.kill(os.getpid(), self._received)
 
     def _put_back(self) -> None:
@@ -75,15 +74,16 @@ class Signals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if Signals._open is self:
-            self._received = number
-            os.write(self._writing, bytes([_CALLED]))  # the watcher does not see who is called by another handler
-            self._ask(f"{REASON} {signal.Signals(number).name}")
-        elif Signals._open is None and self._users[number] is signal.SIG_DFL:  # called by such a handler after `fit`
+        users = self._users.get(number)
+        if (current := Signals._open) is not None:  # another one, where a handler of the script's still calls this one
+            current._received = number
+            os.write(current._writing, bytes([_CALLED]))  # the watcher does not see who is called by another handler
+            current._ask(f"received {signal.Signals(number).name}")
+        elif users is signal.SIG_DFL:  # called by such a handler after `fit`
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if callable(self._users[number]):
-            self._users[number](number, frame)
+        if callable(users):
+            users(number, frame)
 
     def _watch(self) -> None:
         first = leaving = math.inf
