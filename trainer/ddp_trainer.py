@@ -45,7 +45,7 @@ class DDPTrainer(Steps):
     The sequence of optimizer updates is a function of (seed, data, global batch) alone. The same script runs as
     ``python script.py`` and under ``torchrun``. Subclass it and override the steps, or instantiate it with a `loss_fn`.
 
-    The loop of `fit`, with the hooks in their places:
+    The loop of `fit`, with every hook in its place:
 
         on_fit_start
         for each epoch:
