@@ -17,6 +17,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
@@ -871,3 +872,22 @@ def test_a_link_to_nowhere_is_named_and_passed_over(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.ERROR, "trainer"):
         assert step_of(CheckpointFolder(tmp_path).newest()) == 1
     assert [name(3) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_file_that_a_thread_writes_goes_where_the_script_was_when_it_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    files, gone = CheckpointFolder("run"), threading.Event()
+
+    def work(copied: Any) -> None:
+        gone.wait(10)
+        files.write(name(1), copied)
+
+    files.write_behind(content(1), work)
+    monkeypatch.chdir(tmp_path / "other")
+    gone.set()
+    files.wait()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [name(1)]
