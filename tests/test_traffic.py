@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -181,10 +182,14 @@ def test_rank_0s_buffers_travel_once_per_window_and_nothing_else_does(ranks: Ran
         assert found == expected([2] * 4, 4, log_every, buffers=2, evaluates=True)
 
 
-@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")  # its successor is newer than torch 2.6
-def test_buffers_stay_at_home_when_ddp_is_told_so(ranks: Ranks) -> None:
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+@pytest.mark.parametrize("option", ["broadcast_buffers", "forward_sync_buffers"])
+def test_buffers_stay_at_home_when_ddp_is_told_so(ranks: Ranks, option: str) -> None:
+    if option not in inspect.signature(nn.parallel.DistributedDataParallel).parameters:
+        pytest.skip(f"this torch has no {option}")
+
     def run() -> list[str]:
-        return trace(rank_pairs(2, 3).values.tolist(), BatchNormToy, batch_size=2, ddp_options={"broadcast_buffers": False})
+        return trace(rank_pairs(2, 3).values.tolist(), BatchNormToy, batch_size=2, ddp_options={option: False})
 
     for found in ranks(2, run):
         assert found == expected([1] * 3, 3, 10)
