@@ -291,3 +291,39 @@ def test_a_rank_without_samples_does_not_move_a_parameter_that_nobody_used(ranks
     for world_size in (2, 3):
         for weights in ranks(world_size, run):
             assert weights == pytest.approx(alone, rel=1e-12)
+
+
+class Backward(Callback):
+    """Looks at gradients of its own, as for a saliency map, and leaves them."""
+
+    def __init__(self, hook: str) -> None:
+        def backward(trainer: DDPTrainer, *_: Any) -> None:
+            with torch.enable_grad():
+                (100 * trainer.model(torch.ones((), dtype=torch.float64))).sum().backward()
+
+        setattr(self, hook, backward)
+
+
+class Sensitive(DDPTrainer):
+    def before_epoch(self) -> None:
+        self.model(torch.ones(3, dtype=torch.float64)).sum().backward()
+
+    def eval_step(self, model: nn.Module, batch: Any) -> Tensor:
+        with torch.enable_grad():
+            loss: Tensor = mean_of_outputs(self.model(batch[0]), batch[1])
+            loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_step", "on_eval", "on_epoch_end", "on_safe_point"])
+def test_what_a_hook_or_an_evaluation_leaves_in_the_gradients_goes_into_no_update(
+    ranks: Ranks, world_size: int, hook: str
+) -> None:
+    def run() -> float:
+        options: dict[str, Any] = {"global_batch_size": 4, "batch_size": 2, "epochs": 2, "eval_every": 1, "eval_numbers": 3}
+        trainer = toy_trainer(8, kind=Sensitive, callbacks=[Backward(hook)], **options)
+        trainer.fit()
+        return trainer.model.w.item()  # type: ignore[operator, no-any-return]
+
+    assert ranks(world_size, run) == [-2 * (1.5 + 5.5)] * world_size

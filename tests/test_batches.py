@@ -712,3 +712,65 @@ def test_a_worker_finds_the_scripts_own_dataset() -> None:
     config = TrainerConfig(batch_size=4)
     optimizer = SGD(model.parameters(), lr=1.0)
     DDPTrainer(model, optimizer, Files(8), Files(4), loss_fn=mean_of_outputs, loader_options=options, config=config).fit()
+
+
+class Attributes(dict[str, Any]):
+    """A dictionary whose keys are attributes too, as many a collate_fn returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class MovesItself:
+    def __init__(self) -> None:
+        self.tensor = t()
+
+    def to(self, device: torch.device) -> None:
+        self.tensor = self.tensor.to(device)
+
+
+def test_keys_that_are_attributes_too_are_no_methods() -> None:
+    moved = to_device(Attributes(x=t()), torch.device("meta"))
+    assert type(moved) is Attributes
+    assert moved.x.device.type == "meta"
+
+
+def test_an_object_that_moves_itself_and_returns_nothing_is_the_batch() -> None:
+    moved = to_device(MovesItself(), torch.device("meta"))
+    assert moved.tensor.device.type == "meta"
+
+
+class Reordered(Numbers):
+    """Draws an order of its own for each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(len(self)).tolist()
+        random.shuffle(self.order)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return super().__getitem__(self.order[index])
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (2, 0), (1, 2)])
+def test_an_order_that_a_dataset_draws_for_an_epoch_is_the_same_in_every_reader(
+    ranks: Ranks, world_size: int, workers: int
+) -> None:
+    class Seeing(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            self.__dict__.setdefault("seen", []).append(batch[0].item())
+            return mean_of_outputs(model(batch[0]), batch[1])
+
+    def run() -> list[float]:
+        random.seed(World.from_env().rank)
+        torch.manual_seed(World.from_env().rank)
+        model = Toy()
+        config = TrainerConfig(epochs=1, batch_size=1, global_batch_size=4)
+        options = {"num_workers": workers}
+        sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+        trainer = Seeing(model, sgd, Reordered(16), loader_options=options, config=config)
+        trainer.fit()
+        seen: list[float] = vars(trainer)["seen"]
+        return seen
+
+    found = ranks(world_size, run)
+    assert sorted(value for seen in found for value in seen) == [float(number) for number in range(16)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,18 @@ def test_what_is_replayed_is_every_whole_window_after_the_first_few(tapes: Tapes
     train(cuda_graph=True)
     replays = [tape.replays for tape in tapes.all]
     assert sorted(replays) == [18 - WARM_UP, 2 * (18 - WARM_UP) - 1]
+
+
+class Backward(Callback):
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        for parameter in trainer.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad += 1.0
+
+
+def test_what_a_hook_leaves_in_the_gradients_goes_into_no_update(tapes: Tapes) -> None:
+    assert_same(train(cuda_graph=True, callbacks=[Backward()]), train())
+    assert tapes.replays
 
 
 def test_gradients_and_recordings_are_gone_after_fit(tapes: Tapes) -> None:

@@ -65,6 +65,21 @@ def test_a_skipped_update_moves_neither_step_nor_scheduler_on_any_rank(ranks: Ra
 
 
 @pytest.mark.filterwarnings("ignore:the loss was not finite")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_only_overflows_ends_with_an_error_on_every_rank(ranks: Ranks, world_size: int) -> None:
+    """With max_steps it would go on for ever: a skipped update is no step."""
+
+    def run() -> float:
+        trainer = toy([1.0, INF] * 4, 1.0, precision="fp16", max_steps=3, global_batch_size=2)
+        with pytest.raises(FloatingPointError, match="at every loss scale down to 6e-05, so nothing is learned"):
+            trainer.fit()
+        assert (trainer.state.step, trainer.state.skipped_steps) == (0, 29)  # and one more: 2 ** 16 halved 30 times
+        return weight(trainer)
+
+    assert ranks(world_size, run) == [1.0] * world_size
+
+
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
 def test_an_epoch_that_ends_on_a_skipped_update_still_evaluates_and_reaches_a_safe_point() -> None:
     recorder = Recorder()
     trainer = toy([1.0, INF], 1.0, [recorder], Numbers([2.0], torch.float32), precision="fp16", epochs=2)

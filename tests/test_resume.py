@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import Dataset, WeightedRandomSampler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import Dataset, SequentialSampler, WeightedRandomSampler
 
 from callbacks import Checkpoint
 from tests.helpers import Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
@@ -640,6 +640,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "no seed": ({"seed": None}, ("seed=7", "seed=None")),
     "length": ({"length": 12}, ("samples=11", "samples=12")),
     "order": ({"shuffle": False}, ("shuffle=True", "shuffle=False")),
+    "a sampler": ({"sampler": SequentialSampler(range(11))}, ("sampler=False", "sampler=True")),
     "drop_last": ({"drop_last": True}, ("drop_last=False", "drop_last=True")),
     "global batch": ({"global_batch_size": 5}, ("global_batch=4", "global_batch=5")),
 }
@@ -735,3 +736,47 @@ def test_a_trainer_can_be_taken_back_and_run_again(ranks: Ranks, tmp_path: Path)
         return found
 
     assert ranks(2, run) == [[[]] * 4] * 2
+
+
+def test_a_samplers_indices_are_of_the_dataset_that_the_run_had(tmp_path: Path) -> None:
+    """Of the same number of indices over a longer dataset, each may mean another sample."""
+    first = make(sampler=SequentialSampler(range(8)), length=10, callbacks=[Checkpoint(tmp_path)])
+    first.fit()
+    longer = make(sampler=SequentialSampler(range(8)), length=12, epochs=4)
+    with pytest.raises(ValueError, match=r"rows=10, this trainer has rows=12: the dataset has another length"):
+        longer.fit(resume_from=tmp_path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_a_seed_an_epoch_goes_on_in_the_order_it_was_begun_in(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    """L2: also in another process, whose own draw would be another order."""
+
+    class Remembering(Run):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            self.__dict__.setdefault("indices", []).extend(batch[2].tolist())
+            return super().training_step(model, batch)
+
+    def part(stop_after: int) -> list[int]:
+        trainer = make(kind=Remembering, seed=None, epochs=1, length=32, callbacks=[Checkpoint(tmp_path)])
+        trainer.stop_after = stop_after
+        trainer.fit(resume_from=tmp_path)
+        seen: list[int] = vars(trainer)["indices"]
+        return seen
+
+    seen = [index for part_of in (3, 0) for found in ranks(world_size, part, part_of) for index in found]
+    assert sorted(seen) == list(range(32))
+
+
+def cosine(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return CosineAnnealingLR(optimizer, total_steps)
+
+
+@pytest.mark.parametrize(("scheduler", "name"), [(cosine, "T_max"), (one_cycle, "total_steps")])
+def test_a_schedule_that_keeps_another_length_than_the_run_has_is_a_warning(
+    tmp_path: Path, scheduler: Callable[[Optimizer, int], LRScheduler], name: str
+) -> None:
+    make(scheduler=scheduler, callbacks=[Checkpoint(tmp_path)], epochs=1).fit()
+    longer = make(scheduler=scheduler, epochs=3)
+    with pytest.warns(UserWarning, match=rf"made for 9 steps, but goes on with the checkpoint's {name}=3: it keeps the length"):
+        longer.load_state_dict(CheckpointFolder(tmp_path).newest() or {})
+    make(scheduler=scheduler, epochs=1).load_state_dict(CheckpointFolder(tmp_path).newest() or {})  # without one

@@ -528,3 +528,35 @@ def test_a_stream_that_is_read_whole_is_not_cut_up_by_its_workers_in_silence() -
     trainer = DDPTrainer(model, optimizer, Stream(8), loss_fn=mean_of_outputs, loader_options=options, config=config)
     with pytest.raises(AttributeError, match="no attribute 'length'"):
         trainer.fit()
+
+
+class Dealt(IterableDataset[Pair]):
+    """Draws an order for each epoch, and deals it out over ranks and workers."""
+
+    sharded = True
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(24).tolist()
+
+    def __iter__(self) -> Iterator[Pair]:
+        world, info = World.from_env(), get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return map(pair, self.order[world.rank * workers + worker :: world.size * workers])
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (1, 2), (2, 2)])
+def test_an_order_that_a_stream_draws_for_an_epoch_can_be_dealt_out(ranks: Ranks, world_size: int, workers: int) -> None:
+    def run() -> list[float]:
+        torch.manual_seed(World.from_env().rank)
+        trainer = keeper(Dealt(), workers, batch_size=4, epochs=1)
+        trainer.fit()
+        seen: list[float] = vars(trainer)["seen"]
+        return seen
+
+    found = ranks(world_size, run)
+    assert sorted(value for seen in found for value in seen) == [float(number) for number in range(24)]
+
+
+def test_a_stream_shorter_than_a_window_that_must_be_whole_says_so() -> None:
+    with pytest.raises(ValueError, match="shorter than one global batch, with drop_last=True"):
+        keeper(Stream(5), batch_size=8, drop_last=True).fit()

@@ -41,6 +41,7 @@ class Capture:
         self._window_size = window_size
         self._modes: list[bool] = []
         self._kept: Sequence[nn.Parameter] = []
+        self._zeroed: list[int | None] = []  # versions of the gradients after an update
         self.release()
 
     def release(self) -> None:
@@ -63,7 +64,10 @@ class Capture:
             self.release()
         self._modes = modes
 
-    def begin_window(self, window: Window) -> None:
+    def begin_window(self, window: Window, parameters: Sequence[nn.Parameter]) -> None:
+        """What a hook or an evaluation has left in the gradients since the last update goes into none."""
+        if not self._keeps_gradients or _versions(parameters) != self._zeroed:
+            self.zero_gradients(parameters)
         if self._record is not None:
             self._replays = self._keeps_gradients and window.size == self._window_size
             self._windows += 1
@@ -74,7 +78,7 @@ class Capture:
         if not self._replays or (last and self._world.size > 1):
             return function(batch, samples, window, last)
         leaves, layout = tree_flatten(batch)
-        kind = (samples, layout, *map(_kind, leaves))
+        kind = (samples, str(layout), *map(_kind, leaves))  # older torch cannot hash a layout
         if kind not in self._passes and len(self._passes) == _MOST_KINDS:
             self._warn_of_kinds()
         elif kind not in self._passes:
@@ -109,13 +113,16 @@ class Capture:
         _check_settings(self._settings, _settings(optimizer))
         for held, rate in zip(self._rates, rates, strict=True):
             held.fill_(rate)
-        return self._update.replay([])  # type: ignore[no-any-return]
+        result: T = self._update.replay([])
+        self._zeroed = _versions(self._kept)
+        return result
 
     def zero_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """After an update. Recordings add to gradients in their place; without any, the next backward sets them."""
         if self._keeps_gradients:
             self._kept = parameters
             torch._foreach_zero_([item.grad for item in parameters if item.grad is not None])
+            self._zeroed = _versions(parameters)
             return
         for parameter in parameters:
             parameter.grad = None
@@ -179,6 +186,11 @@ def _recorder(world: World) -> Recorder | None:
             stacklevel=4,
         )
     return None
+
+
+def _versions(parameters: Sequence[nn.Parameter]) -> list[int | None]:
+    """Counts what Python has done to each gradient; a replay does not count."""
+    return [None if item.grad is None else item.grad._version for item in parameters]
 
 
 def _kind(leaf: Any) -> Any:

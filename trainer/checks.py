@@ -104,7 +104,10 @@ def check_stream(stream: Any, sampler: Any, config: TrainerConfig) -> None:
 def check_some(window: Any) -> None:
     """ValueError for an epoch of a stream in which nothing came."""
     if window is None:
-        raise ValueError("train_data, an IterableDataset, gave nothing to train on in this epoch: it is empty, or used up")
+        raise ValueError(
+            "train_data, an IterableDataset, gave nothing to train on in this epoch: it is empty, or used up, or shorter than "
+            "one global batch, with drop_last=True"
+        )
 
 
 def named_sets(data: Any, argument: str) -> dict[str, Dataset[Any]]:

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from .order import Order
-from .randomness import mix, seed_generators
+from .randomness import SET_EPOCH, mix, seed_generators
 from .workers import loader_options, started
 
 LOADER_OPTIONS = (
@@ -114,7 +114,7 @@ class _Batches(Dataset[Any]):
         dataset: Any = self.of_user
         if epoch not in (self._epoch, NO_EPOCH):  # said here, where living workers hear it too
             self._epoch = epoch
-            tell(dataset, epoch)
+            tell(dataset, epoch, self._seed)
         if self.are_rows:
             return next(self.rows(iter([request])))
         dataset, indices = _innermost(dataset, indices)
@@ -143,17 +143,22 @@ class _Batches(Dataset[Any]):
             seed_generators(mix(self._purpose, self._seed, epoch, position))
 
 
-def tell(dataset: Any, epoch: int) -> None:
-    """Tell every dataset that has a `set_epoch`, also inside of torch's own combinations, which epoch it is."""
+def tell(dataset: Any, epoch: int, seed: int | None) -> None:
+    """Tell every dataset that has a `set_epoch`, also inside of torch's own combinations, which epoch it is.
+
+    What it draws there, such as an order of its own, is the same in every rank and worker, and after a resume.
+    """
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
+        if seed is not None:
+            seed_generators(mix(SET_EPOCH, seed, epoch))
         set_epoch(epoch)
     elif isinstance(dataset, Subset):
-        tell(dataset.dataset, epoch)
+        tell(dataset.dataset, epoch, seed)
     elif isinstance(dataset, (ConcatDataset, ChainDataset, StackDataset)):
         parts: Any = dataset.datasets
         parts = parts.values() if isinstance(parts, dict) else parts
         for part in [] if isinstance(parts, Iterator) else parts:  # an iterator would be empty afterwards
-            tell(part, epoch)
+            tell(part, epoch, seed)
 
 
 def _innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
@@ -194,13 +199,14 @@ def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> 
         return batch if batch.device == device else batch.to(device, non_blocking=device.type == "cuda")
     if type(batch) is list:  # what most batches are
         return [to_device(value, device, channels_last) for value in batch]
-    if callable(getattr(batch, "to", None)):  # PackedSequence, tokenizer outputs, graphs, ...
-        return batch.to(device)
+    if callable(getattr(type(batch), "to", None)):  # PackedSequence, tokenizer outputs, graphs, ...
+        moved = batch.to(device)
+        return batch if moved is None else moved  # None: it has moved itself
     if isinstance(batch, MutableMapping):
-        moved = copy.copy(batch)
+        mapping = copy.copy(batch)
         for key, value in batch.items():
-            moved[key] = to_device(value, device, channels_last)
-        return moved
+            mapping[key] = to_device(value, device, channels_last)
+        return mapping
     if isinstance(batch, Mapping):
         return type(batch)({key: to_device(value, device, channels_last) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple):

@@ -249,7 +249,7 @@ class DDPTrainer(Steps):
     def _step(self, window: Window, batches: Iterable[Any]) -> bool:
         """One optimizer update; False when fp16 gradients overflowed, and it was skipped on all ranks."""
         self._replica.begin_window(window)
-        self._capture.begin_window(window)
+        self._capture.begin_window(window, self._replica.trainable)
         for number, (share, batch) in enumerate(zip(window.micro_batches, batches, strict=True)):
             if self.config.seed is not None:  # after the fetch, which draws from the same generators
                 seed_generators(mix(STEP, self.config.seed, self.state.window, number, self.world.rank), self.world.device)
@@ -345,4 +345,4 @@ class DDPTrainer(Steps):
         return metrics
 
     def _run_config(self) -> dict[str, Any]:
-        return self.config.plain() | {"samples": self._train.samples, "global_batch": self._train.window_size}
+        return self.config.plain() | self._train.identity

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LEAST_SCALE = 1e-4  # far below what any gradient needs that is not infinite by itself
 
 
 class Precision:
@@ -46,12 +47,21 @@ class Precision:
                     parameter.grad.div_(self.scaler._scale)  # type: ignore[arg-type]  # __init__ has made it
 
     def overflowed(self, optimizer: Optimizer) -> bool:
-        """Whether the update must be skipped; adapts the scale. In fp16 the host waits for the device here."""
+        """Whether the update must be skipped; adapts the scale. In fp16 the host waits for the device here.
+
+        Raises FloatingPointError, on all ranks, where no scale helps: such a run would go on for ever without an update.
+        """
         if self.scaler is None:
             return False
         found = self.scaler._found_inf_per_device(optimizer).values()
         overflowed = any(value.item() for value in found)
         self.scaler.update()
+        if overflowed and (scale := self.scaler.get_scale()) < _LEAST_SCALE:
+            raise FloatingPointError(
+                f"precision='fp16': the gradients were infinite or NaN at every loss scale down to {scale:.0e}, so nothing is "
+                "learned: the loss or its gradients are not finite by themselves. Look for a division by zero, a logarithm of "
+                "zero or bad samples, or train with precision='bf16'"
+            )
         return overflowed
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ _seed_python = super(random.Random, _python).seed
 _seed_numpy = np.random.rand.__self__.seed  # type: ignore[attr-defined]  # what np.random.seed calls, in less time
 
 # What a seed is for: mixed in first, so that no two uses ever share their numbers.
-ORDER, SAMPLE, STEP, EVAL_SAMPLE, EVAL_STEP = range(1, 6)
+ORDER, SAMPLE, STEP, EVAL_SAMPLE, EVAL_STEP, SET_EPOCH = range(1, 7)
 
 
 def mix(*words: int) -> int:

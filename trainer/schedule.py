@@ -11,6 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .config import TrainerConfig
 
+LENGTHS = ("T_max", "total_iters", "total_steps")
+"""What torch's schedulers call the number of steps that they were made for."""
+
 
 class Schedule:
     """The scheduler, if there is one, moved after every step, epoch or evaluation as ``config.schedule`` says.
@@ -88,7 +91,7 @@ def _check_class(scheduler: Any) -> None:
     made: Any = getattr(scheduler, "__init__", None)
     if isinstance(scheduler, type) and str(getattr(made, "__module__", "")).startswith("torch."):
         second = list(inspect.signature(scheduler).parameters)[1]
-        if second not in ("T_max", "total_iters", "total_steps"):
+        if second not in LENGTHS:
             raise TypeError(
                 f"scheduler: found the class {scheduler.__name__} itself, whose second argument is {second}: pass an instance, "
                 "or a callable (optimizer, total_steps) that makes one"

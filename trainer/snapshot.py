@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from . import checkpoint
 from .callback import Dispatcher
 from .precision import Precision
+from .schedule import LENGTHS
 from .state import TrainerState
 
 if TYPE_CHECKING:
@@ -45,10 +47,24 @@ def restore(
     trainer.model.load_state_dict(model)
     restore_optimizer(state["optimizer"], trainer.optimizer)
     if trainer.scheduler is not None:
+        _warn_of_length(trainer, state["scheduler"])
         trainer.scheduler.load_state_dict(state["scheduler"])
     precision.load_state_dict(state.get("scaler"))
     trainer.state = TrainerState(**state["state"])
     hooks.load_state_dict(state["callbacks"])
+
+
+def _warn_of_length(trainer: DDPTrainer, saved: Mapping[str, Any]) -> None:
+    """On rank 0, of a scheduler that was made for another number of steps than it goes on for."""
+    own = trainer.scheduler.state_dict() if trainer.scheduler is not None else {}
+    for name in LENGTHS:
+        if trainer.world.is_main and own.get(name) == trainer.total_steps and saved.get(name, own.get(name)) != own.get(name):
+            warnings.warn(
+                f"the scheduler was made for {own[name]} steps, but goes on with the checkpoint's {name}={saved[name]}: it keeps "
+                "the length it had. Set epochs and max_steps as they were, or take a schedule without a length",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def check(
@@ -115,7 +131,7 @@ def _clean_keys(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def _check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """ValueError naming both values where continuing would train on other samples, or draw other numbers, than the run did."""
     for name, remedy in _SAME.items():
-        if saved.get(name) != own[name]:
+        if name in saved and saved[name] != own[name]:
             raise ValueError(
                 f"the checkpoint's run had {name}={saved.get(name)!r}, this trainer has {name}={own[name]!r}: {remedy}"
             )
@@ -124,6 +140,8 @@ def _check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 _SAME = {
     "seed": "every random number follows from it; set the checkpoint's seed",
     "samples": "the dataset has another length, so a position in it means another sample; pass the dataset of the run",
+    "rows": "the dataset has another length, so an index of the sampler means another sample; pass the dataset of the run",
+    "sampler": "the order would be another one; pass a sampler where the run had one, and none where it had none",
     "shuffle": "the order would be another one; set it as it was",
     "drop_last": "an epoch would end elsewhere; set it as it was",
     "global_batch": "a step would mean other samples; set global_batch_size to the checkpoint's (at any world size)",

@@ -109,7 +109,7 @@ class _Reader(IterableDataset[Batches]):
 
     def _items(self, epoch: int) -> Iterator[tuple[int, Any]]:
         if epoch != NO_EPOCH:
-            tell(self._dataset, epoch)
+            tell(self._dataset, epoch, self._seed)
         position = 0
         self._seed_for(epoch, position)
         for item in self._dataset:
@@ -207,7 +207,7 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
 
     def _items(self, epoch: int) -> Iterator[Any]:
         if epoch != NO_EPOCH:
-            tell(self.of_user, epoch)
+            tell(self.of_user, epoch, self._seed)
         info = get_worker_info()
         worker = 0 if info is None else info.id
         self._seed_for(epoch)  # alike in every reader until its first item

@@ -81,6 +81,13 @@ class TrainData:
         """The sizes that the windows of an epoch have; empty where that is unknown."""
         return self._plan.window_sizes if self.samples is not None else []
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a run that is continued must have alike: another order, or length, would repeat samples and leave out others."""
+        rows = None if self._is_stream or self._dataset is None else len(self._dataset)
+        sampler = self._sampler is not None
+        return {"samples": self.samples, "rows": rows, "sampler": sampler, "global_batch": self.window_size}
+
     def open(self, world: World, prepares: bool) -> None:
         """Before the first batch of a `fit`. ValueError when there is nothing to train on.
 
@@ -104,7 +111,7 @@ class TrainData:
         """The windows that remain of the current epoch, each with this rank's batches."""
         epoch, start = state.epoch, state.epoch_samples
         if self.options.get("num_workers"):  # an evaluation's workers begin as copies of what is here
-            tell(self._dataset, epoch)
+            tell(self._dataset, epoch, self._config.seed)
         if self._is_stream:
             passed = self._windows_passed(state)
             for number, (window, of_stream) in enumerate(self._stream.windows(epoch, start, passed), passed):
@@ -120,8 +127,10 @@ class TrainData:
             yield window, islice(batches, len(window.micro_batches))
 
     def state_dict(self, state: TrainerState) -> dict[str, Any]:
-        """What the counters do not tell: windows of a stream that shards itself may be short anywhere in the epoch."""
-        return {"epoch_windows": self._windows_passed(state), "shards": self._shards} if self.shards_itself else {}
+        """What neither counters nor seed tell: windows of a stream that shards itself may be short anywhere in the epoch."""
+        if self.shards_itself:
+            return {"epoch_windows": self._windows_passed(state), "shards": self._shards}
+        return {"order_seed": self._order_seed} if self._config.seed is None else {}
 
     def check_shards(self, state: Mapping[str, Any]) -> None:
         """ValueError where a stream that shards itself would be continued in other shards than it was begun in."""
@@ -135,6 +144,7 @@ class TrainData:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._begun = (state.get("epoch_windows", 0), state["state"]["epoch_samples"])
+        self._order_seed = state.get("order_seed", self._order_seed)
 
     def _windows_passed(self, state: TrainerState) -> int:
         """Of a stream's current epoch; one that an error interrupted, which has moved no counter, is none."""
@@ -158,12 +168,12 @@ class TrainData:
 
     def _draw_sampler(self, epoch: int) -> list[int]:
         """The sampler's indices for an epoch: rank 0's, for a sampler may draw what no seed of the trainer's reaches."""
-        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
-            set_epoch(epoch)
         if self._config.seed is not None:
             seed_generators(seed := mix(ORDER, self._config.seed, epoch))
             if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
                 generator.manual_seed(seed >> 1)
+        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
+            set_epoch(epoch)
         indices: Tensor = self._world.run_on_main(lambda: torch.tensor(list(map(checks.check_index, self._sampler))))
         return indices.tolist()
 
