@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ __all__ = [
     "Toy",
     "ValueToy",
     "mean_of_outputs",
+    "opening_files_for",
     "rank_pairs",
     "run_torchrun",
     "toy_trainer",
@@ -244,3 +246,16 @@ def _end(process: subprocess.Popen[str]) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         process.kill()
         return process.communicate()
+
+
+def opening_files_for(room: int, ending: Callable[[], Any]) -> Callable[..., io.BufferedWriter]:
+    """In place of `open`: files that take `room` bytes, then `ending`."""
+
+    class Limited(io.FileIO):
+        def write(self, data: Any) -> int:
+            fits = super().write(memoryview(data)[: max(0, room - self.tell())])
+            if fits < memoryview(data).nbytes:
+                ending()
+            return fits
+
+    return lambda path, mode: io.BufferedWriter(Limited(path, mode)) if mode == "wb" else open(path, mode)

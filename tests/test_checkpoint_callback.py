@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import Checkpoint, JSONLines
-from tests.helpers import Numbers, Outcome, Ranks, Toy, ValueToy, toy_trainer
+from tests.helpers import Numbers, Outcome, Ranks, Toy, ValueToy, opening_files_for, toy_trainer
 from trainer import Callback, CheckpointFolder, DDPTrainer, World, checkpoint
 
 
@@ -331,6 +331,31 @@ def test_a_death_between_two_files_of_a_step_loses_no_best_one(ranks: Ranks, tmp
     assert (best_step(tmp_path) or 0) >= max(steps, default=0)
     ranks(1, run, False)
     assert best_step(tmp_path) == 3
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_death_in_the_middle_of_a_file_leaves_the_one_that_it_replaces(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    """F-01: rank 0 dies within the second best.pt; the others end too."""
+
+    def run(dies: bool) -> None:
+        opened = 0
+
+        def open_until(path: Path, mode: str) -> Any:
+            nonlocal opened
+            opened += "best" in path.name
+            return opening_files_for(700, lambda: os._exit(9))(path, mode) if dies and opened == 2 else open(path, mode)
+
+        vars(checkpoint)["open"] = open_until
+        scripted(tmp_path, (0.5, 0.4), steps=2).fit(resume_from=tmp_path)
+
+    outcomes = ranks.outcomes(world_size, run, True, timeout=30)
+    assert outcomes[0].exit_code == 9
+    assert all(outcome.exit_code and outcome.error != "TimeoutError" for outcome in outcomes)
+    assert best_step(tmp_path) == 1
+    assert (tmp_path / "best.pt.tmp").exists()
+    ranks(world_size, run, False)
+    assert best_step(tmp_path) == 2
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_every_rank_can_load_the_best_by_the_same_path(ranks: Ranks, tmp_path: Path) -> None:

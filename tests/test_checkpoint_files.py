@@ -6,7 +6,6 @@ import argparse
 import ast
 import datetime
 import errno
-import io
 import logging
 import os
 import pickle
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import Checkpoint
-from tests.helpers import Numbers, Ranks, Toy, mean_of_outputs, toy_trainer
+from tests.helpers import Numbers, Ranks, Toy, mean_of_outputs, opening_files_for, toy_trainer
 from trainer import Callback, CheckpointError, CheckpointFolder, DDPTrainer, TrainerConfig, checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -61,19 +60,6 @@ def listing(folder: Path) -> list[str]:
 # Whole or absent.
 
 
-def opening_files_for(room: int, ending: Callable[[], Any]) -> Callable[..., io.BufferedWriter]:
-    """In place of `open`: files that take `room` bytes, then `ending`."""
-
-    class Limited(io.FileIO):
-        def write(self, data: Any) -> int:
-            fits = super().write(memoryview(data)[: max(0, room - self.tell())])
-            if fits < memoryview(data).nbytes:
-                ending()
-            return fits
-
-    return lambda path, mode: io.BufferedWriter(Limited(path, mode)) if mode == "wb" else open(path, mode)
-
-
 def no_space() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -93,6 +79,33 @@ def test_a_write_that_fails_half_way_leaves_the_file_before_it_and_no_other(
     assert listing(tmp_path) == [name(1)]
     assert (tmp_path / name(1)).read_bytes() == before
     assert step_of(folder.newest()) == 1
+
+
+class QuotaError(OSError):
+    def __init__(self, user: str) -> None:
+        super().__init__(f"quota of {user} exceeded")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("no tape in drive 3"), "no tape in drive 3; "),
+        (QuotaError("us"), "quota of us exceeded; "),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied; "),
+    ],
+)
+def test_what_a_failing_write_says_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, words: str) -> None:
+    """Errors of file systems' own libraries have no number of the system's."""
+
+    def replace(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint.os, "replace", replace)
+    with pytest.raises(OSError, match=r"bytes are free there. The checkpoints before are as they were") as raised:
+        CheckpointFolder(tmp_path).write(name(1), content(1))
+    assert words in str(raised.value)
+    assert str(tmp_path / name(1)) in str(raised.value)
+    assert isinstance(raised.value, PermissionError) is isinstance(error, PermissionError)
 
 
 @pytest.mark.parametrize("numbers", [3, 500_000])
@@ -357,6 +370,18 @@ def test_a_file_has_the_keys_of_the_users_module_and_loads_with_those_of_a_wrapp
         return next((key for key in keys if not torch.equal(own[key], saved["model"][key])), None)
 
     assert ranks(1, load) == [[None] * 5]
+
+
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod.", "_orig_mod.module."])
+def test_a_run_goes_on_in_its_folder_though_its_file_has_the_keys_of_a_wrapped_model(tmp_path: Path, prefix: str) -> None:
+    def fit(epochs: int) -> int:
+        trainer = toy_trainer(8, Nested(), batch_size=4, epochs=epochs, callbacks=[Checkpoint(tmp_path)])
+        return trainer.fit(resume_from=tmp_path).step
+
+    assert fit(1) == 2
+    saved = checkpoint.read(tmp_path / name(2))
+    checkpoint.write(tmp_path / name(2), {**saved, "model": {f"{prefix}{key}": value for key, value in saved["model"].items()}})
+    assert fit(2) == 4
 
 
 def test_keys_of_which_only_some_have_a_prefix_are_refused(ranks: Ranks, tmp_path: Path) -> None:

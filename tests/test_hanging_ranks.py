@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import trainer.world
@@ -226,6 +227,28 @@ def test_a_rank_that_hangs_is_named_though_another_gave_up_before() -> None:
     waiting: Any = SimpleNamespace(world=world, state=SimpleNamespace(step=2))
     text = failure._of_others(RuntimeError("gloo: Connection closed by peer"), waiting)
     assert text.endswith("rank 0 did not answer: it hangs, is slow, or was killed")
+
+
+@pytest.mark.parametrize("opened", ["a group", "a world"])
+def test_a_limit_is_kept_in_what_was_open_already(ranks: Ranks, opened: str) -> None:
+    """G-08's kind, and the error says what is not known: of a group of one's own nobody keeps a roll."""
+
+    def fit_late() -> int:
+        if opened == "a group":
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        else:
+            World.from_env()
+        World.from_env(timeout=timedelta(seconds=2))
+        return fit(lambda rank, place, step: time.sleep(6) if place == "on_epoch_end" and rank == 0 else None, seconds=None)
+
+    slow, other = ranks.outcomes(2, fit_late, timeout=40)
+    assert not slow.ok
+    assert "imed out" in other.message
+    ending = "rank 0 did not answer: it hangs, is slow, or was killed"
+    if opened == "a group":
+        ending = "another rank failed, hangs, or came later than the time limit"
+        assert slow.message.endswith(ending)
+    assert other.message.endswith(ending)
 
 
 # Unless told otherwise.

@@ -192,6 +192,7 @@ def collective_calls(trainer: DDPTrainer) -> dict[str, Callable[[], object]]:
     return {
         "fit": trainer.fit,
         "evaluate": trainer.evaluate,
+        "predict": lambda: trainer.predict(Numbers(2)),
         "close": trainer.close,
         "World.sum": lambda: world.sum(torch.ones(())),
         "World.gather": lambda: world.gather(1),
@@ -233,7 +234,7 @@ def test_a_call_that_needs_all_ranks_raises_in_every_hook_and_names_both(ranks: 
     results = ranks(world_size, fit, timeout=30)
     told = results[0][0]
     hooks = (*HOOKS, "state_dict", "load_state_dict")
-    calls = ("fit", "evaluate", "close", "World.sum", "World.gather", "World.broadcast", "World.barrier")
+    calls = ("fit", "evaluate", "predict", "close", "World.sum", "World.gather", "World.broadcast", "World.barrier")
     calls += ("World.main_first", "World.wrap", "World.close", "DDPTrainer")
     assert set(told) == {(hook, call) for hook in hooks for call in calls}
     for (hook, call), message in told.items():

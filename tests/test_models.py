@@ -150,7 +150,13 @@ def test_parameters_used_in_different_micro_batches_are_all_reduced(ranks: Ranks
     assert ranks(2, run) == [[[2.5, 2.0, None]] * 3] * 2
 
 
-@pytest.mark.parametrize("kind", ["transposed buffer", "expanded buffer", "channels last"])
+LAYOUTS = (
+    *("transposed buffer", "expanded buffer", "channels last", "one weight in channels last", "a buffer of 1 x 3 x 1 x 1"),
+    *("a buffer transposed by the forward", "a buffer expanded by the forward"),
+)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_odd_layouts_train_alike_at_one_process_and_two(ranks: Ranks, kind: str) -> None:
     """I-09."""
 
@@ -158,16 +164,22 @@ def test_odd_layouts_train_alike_at_one_process_and_two(ranks: Ranks, kind: str)
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.conv = nn.Conv2d(4, 4, 1)
+            self.conv = nn.Conv2d(4, 4, 1, bias=kind != "one weight in channels last")
             table = torch.arange(32.0)
             if kind == "transposed buffer":
                 self.register_buffer("table", table.reshape(1, 8, 4).transpose(0, 1))
             elif kind == "expanded buffer":
                 self.register_buffer("table", table[:4].reshape(1, 4).expand(3, 4))
-            else:
+            elif kind == "a buffer of 1 x 3 x 1 x 1":
+                self.register_buffer("table", torch.ones(1, 3, 1, 1))
+            elif "forward" in kind:
+                self.register_buffer("table", None)
+            if "1 x" in kind or "channels last" in kind:
                 self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
         def forward(self, x: Tensor) -> Tensor:
+            if "forward" in kind:  # as one that grows with the inputs
+                self.table = torch.ones(8, 4).t() if "transposed" in kind else torch.ones(8).expand(4, 8)
             outputs: Tensor = self.conv(x.reshape(-1, 1, 1, 1).expand(-1, 4, 2, 2))
             return outputs
 
@@ -175,7 +187,8 @@ def test_odd_layouts_train_alike_at_one_process_and_two(ranks: Ranks, kind: str)
         model = Odd()
         before = copy.deepcopy(dict(model.named_buffers()))
         train(model, 8, global_batch_size=4, batch_size=2)
-        same = all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+        expected = {"table": torch.ones(4, 8)} if "forward" in kind else before
+        same = all(torch.equal(buffer, expected[name]) for name, buffer in model.named_buffers())
         return model.conv.weight.double().norm().item(), same
 
     alone = ranks(1, run)[0]

@@ -166,6 +166,21 @@ def test_a_forward_that_goes_round_the_given_model_cannot_train_on(ranks: Ranks,
         assert "training_step did not call the model it was given" in outcome.message
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_call_of_the_given_model_without_gradients_is_not_the_one_that_trains(ranks: Ranks, world_size: int) -> None:
+    """As for pseudo-labels: DDP reduces nothing of it."""
+
+    class Trainer(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Tensor:
+            with torch.no_grad():
+                model(batch[0])
+            return mean_of_outputs(self.model(batch[0]), batch[1])
+
+    for outcome in ranks.outcomes(world_size, lambda: toy_trainer(8, kind=Trainer, batch_size=2, log_every=10).fit()):
+        assert outcome.error == "RuntimeError"
+        assert "training_step did not call the model it was given" in outcome.message
+
+
 class Scaled(Toy):
     factor = 2.0
 

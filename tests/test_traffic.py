@@ -99,7 +99,9 @@ def trace(
         mark(END)
     events = sorted((event.time_range.start, event.name) for event in profiled.events())
     names = [name for _, name in events if name in MARKS or name.startswith("c10d::")]
-    return [name.removeprefix("c10d::").rstrip("_") for name in names[names.index(BEGIN) + 1 : names.index(END)]]
+    # From torch 2.15 on objects are gathered by "_allgather_base_".
+    names = [name.removeprefix("c10d::").strip("_").removesuffix("_base") for name in names]
+    return names[names.index(BEGIN) + 1 : names.index(END)]
 
 
 class after_wrapping:  # noqa: N801

@@ -27,6 +27,7 @@ UNFINISHED = ".tmp"
 
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)  # says nothing of the file
 _COMPILED = "_orig_mod"  # what a compiled module calls the module inside
+_WRAPPER = "module."  # before the keys of a model that was saved in DistributedDataParallel
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)  # no bytes: b"" is not loaded
 
@@ -141,6 +142,17 @@ def renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str,
     return result
 
 
+def in_keys_of(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """`saved` under the keys of `own`, both of them a model's ``state_dict()``, whichever of the two was wrapped or compiled."""
+    wanted, cleaned = plain_keys(own), plain_keys(saved)
+    while cleaned.keys() != wanted.keys() and cleaned and all(key.startswith(_WRAPPER) for key in cleaned):
+        cleaned = renamed(cleaned, lambda key: f"{key}.".removeprefix(_WRAPPER).removesuffix("."))  # "module" itself to ""
+    if not wanted.keys() & cleaned.keys():
+        return dict(saved)  # of another model: the error names the file's own keys
+    names = {plain_key(key): key for key in [*getattr(own, "_metadata", {}), *own]}
+    return renamed(cleaned, lambda key: names.get(key, key))
+
+
 def check_plain(content: Mapping[str, Any]) -> None:
     """TypeError naming the first value that `read` would refuse: only tensors and plain values load without running code."""
     if (place := _not_plain(content, "")) is not None:
@@ -213,11 +225,12 @@ def _verify(path: Path) -> None:
 
 
 def _with_free_space(error: OSError, path: Path) -> OSError:
+    """An OSError of the kind that `error` is; its number alone says which."""
     if not path.parent.is_dir():
-        return type(error)(error.errno, "its folder is gone: something has removed it while the run went on", str(path))
+        return OSError(error.errno, "its folder is gone: something has removed it while the run went on", str(path))
     free = shutil.disk_usage(path.parent).free
-    text = f"{error.strerror}; {free:,} bytes are free there. The checkpoints before are as they were"
-    return type(error)(error.errno, text, str(path))
+    text = f"{error.strerror or error}; {free:,} bytes are free there. The checkpoints before are as they were"
+    return OSError(f"{path}: {text}") if error.errno is None else OSError(error.errno, text, str(path))
 
 
 def _not_plain(value: Any, place: str) -> str | None:

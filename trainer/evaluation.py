@@ -222,7 +222,7 @@ def _evaluating(trainer: DDPTrainer, parts: Parts) -> Iterator[None]:
     Not under `torch.inference_mode`: tensors that the model caches must stay usable in training.
     """
     model, world = trainer.model, trainer.world
-    world.broadcast_tensors(list(model.buffers()))  # each rank's own have drifted, as BatchNorm's do
+    parts.replica.send_buffers()
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

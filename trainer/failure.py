@@ -169,7 +169,7 @@ def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
     phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
     if phase.startswith("for rank 0") and trainer.world.is_main:
         phase = "for the other ranks"
-    whose = "others failed too"
+    whose = "others failed too" if roll_call is not None else "another rank failed, hangs, or came later than the time limit"
     if causes:
         whose = f"rank {causes} failed with an error of its own"
     elif left:

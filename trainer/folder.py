@@ -77,12 +77,12 @@ class CheckpointFolder:
 
     def holds(self, step: int, model: nn.Module) -> bool:
         """Whether a file here, the best one or that of `step`, has just the model's parameters after just that step."""
-        own = checkpoint.plain_keys(model.state_dict())  # of a model that decides what it saves perhaps some, or other names
-        own = {key: own[key] for key in self.parameters(model) if key in own} or own
+        whole = checkpoint.plain_keys(model.state_dict())  # of a model that decides what it saves perhaps some, or other names
+        own = {key: whole[key] for key in self.parameters(model) if key in whole} or whole
         for path in (self.folder / f"step-{step:08d}.pt", self.folder / "best.pt"):
             with suppress(CheckpointError):
                 saved = checkpoint.peek(path)
-                held = checkpoint.plain_keys(saved.get("model", {}))
+                held = checkpoint.in_keys_of(whole, saved.get("model", {}))
                 same = bool(own) and all(key in held and _same(value.detach().cpu(), held[key]) for key, value in own.items())
                 if same and saved.get("state", {}).get("step") == step:
                     return True

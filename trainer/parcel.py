@@ -22,6 +22,15 @@ def unpack(packed: bytes, device: torch.device) -> Any:
     return _Unpickler(packed, device).load()
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """A tensor's memory, to be sent or overwritten, in one dimension where it lies in order.
+
+    torch copies a tensor with dimensions of size 1 into itself only if their strides are the usual ones, as those of
+    channels_last are not.
+    """
+    return tensor.data.view(-1) if tensor.ndim > 1 and tensor.is_contiguous() else tensor.data
+
+
 def sendable(error: BaseException | None) -> BaseException | None:
     """`error` if it survives pickling, else a RuntimeError with its text; None for None."""
     try:

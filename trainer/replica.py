@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Replica:
         self._wrapped = self.model
         self._handed = self.model
         self._sends_buffers = False
+        self._buffers: list[Tensor] = []  # as they were sent last
         self._called = False
         self._call_hook: RemovableHandle | None = None
         self._gradients_before: list[tuple[int, int] | None] | None = None
@@ -48,15 +50,16 @@ class Replica:
         What is laid out so that it cannot be sent (an expanded or transposed buffer) gets a contiguous copy of its own.
         """
         tensors: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
-        for tensor in tensors:
-            if tensor.layout != torch.strided and self._world.size > 1:
-                raise ValueError(
-                    f"the model holds a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)}, which cannot be sent "
-                    "to other ranks: keep it dense, or outside of parameters and buffers"
-                )
-            if tensor.layout == torch.strided and not _is_laid_out_plainly(tensor):
-                tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._lay_out(tensors)
         self._world.broadcast_tensors(tensors)
+
+    def send_buffers(self) -> None:
+        """Rank 0's buffers on every rank, whose own drift, as BatchNorm's do."""
+        buffers = list(self.model.buffers())
+        if len(buffers) != len(self._buffers) or any(map(is_not, buffers, self._buffers)):  # a forward may exchange them
+            self._lay_out(buffers)
+            self._buffers = buffers
+        self._world.broadcast_tensors(buffers)
 
     def refresh(self) -> bool:
         """Wrap the model, again if another set of parameters requires gradients by now: whether it was. Called on every rank.
@@ -73,9 +76,10 @@ class Replica:
         if list(map(id, trainable)) == list(map(id, self.trainable)):
             return False
         self.release()
+        self.align()
         if self._compiles:  # in place, and inside of DDP's wrapper
             self.model.compile()
-        self._wrapped = self._world.wrap(self.model, **self._options)
+        self._wrapped = self._world.wrap(self.model, **{"init_sync": False, **self._options})  # they are in step already
         if self._compression is not None:
             self._world.compress(self._wrapped, self._compression)
         self._hand_out(_StandIn(self.model) if self._wrapped is self.model else self._wrapped)
@@ -97,10 +101,10 @@ class Replica:
         self._wrapped, self._sends_buffers, self.trainable = self.model, False, []
 
     def begin_window(self, window: Window) -> None:
-        """Rank 0's buffers on every rank, once per window."""
+        """Before the first forward: rank 0's buffers, once per window."""
         self.check_windows([window.size])
-        if self._sends_buffers:  # asked for anew each time: a forward may put another tensor in a buffer's place
-            self._world.broadcast_tensors(list(self.model.buffers()))
+        if self._sends_buffers:
+            self.send_buffers()
 
     def check_windows(self, sizes: Sequence[int]) -> None:
         """Raise ValueError where layers that meet in their forwards would wait for ever: see `batchnorm.check_windows`."""
@@ -176,6 +180,16 @@ class Replica:
             "optimizer (hooks run on rank 0 only)"
         )
 
+    def _lay_out(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout != torch.strided and self._world.size > 1:
+                raise ValueError(
+                    f"the model holds a tensor of layout {tensor.layout} and shape {tuple(tensor.shape)}, which cannot be sent "
+                    "to other ranks: keep it dense, or outside of parameters and buffers"
+                )
+            if tensor.layout == torch.strided and not _is_laid_out_plainly(tensor):
+                tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
+
     def _hand_out(self, module: nn.Module | None) -> None:
         """From now on to `training_step`, in a window's last micro-batch. A wrapper is watched for being called."""
         if self._call_hook is not None:
@@ -186,7 +200,7 @@ class Replica:
             self._call_hook = module.register_forward_pre_hook(self._note_call)
 
     def _note_call(self, module: nn.Module, inputs: Any) -> None:
-        self._called = True
+        self._called = self._called or torch.is_grad_enabled()  # DDP reduces nothing of a call without gradients
 
 
 class _StandIn(nn.Module):

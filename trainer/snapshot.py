@@ -22,8 +22,6 @@ from .state import TrainerState
 if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
-_WRAPPER = "module."  # before the keys of a model that was saved in DistributedDataParallel
-
 
 def take(trainer: DDPTrainer, run_config: Mapping[str, Any], precision: Precision, hooks: Dispatcher) -> dict[str, Any]:
     """Everything a run continues from: plain values and tensors (not copied)."""
@@ -82,7 +80,7 @@ def check(
     if missing := [part for part in parts if part not in state]:
         raise ValueError(f"this is not what DDPTrainer.state_dict() gave: {', '.join(missing)} missing; found {list(state)[:8]}")
     own = model.state_dict()
-    saved = _clean_keys(state["model"], own)
+    saved = checkpoint.in_keys_of(own, state["model"])
     _check_run(state["config"], run_config)
     _check_model(saved, own)
     _check_optimizer(state["optimizer"], optimizer)
@@ -113,19 +111,6 @@ def _plain_numbers(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_plain_numbers, value))
     return value.item() if isinstance(value, (np.bool_, np.integer, np.floating)) else value
-
-
-def _clean_keys(saved: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """`saved` under the model's `own` keys, whichever of the two was wrapped or compiled."""
-    wanted, cleaned = checkpoint.plain_keys(own), checkpoint.plain_keys(saved)
-    while cleaned.keys() != wanted.keys() and cleaned and all(key.startswith(_WRAPPER) for key in cleaned):
-        cleaned = checkpoint.renamed(
-            cleaned, lambda key: f"{key}.".removeprefix(_WRAPPER).removesuffix(".")
-        )  # "module" itself to ""
-    if not wanted.keys() & cleaned.keys():
-        return dict(saved)  # of another model: the error names the file's own keys
-    names = {checkpoint.plain_key(key): key for key in [*getattr(own, "_metadata", {}), *own]}
-    return checkpoint.renamed(cleaned, lambda key: names.get(key, key))
 
 
 def _check_run(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

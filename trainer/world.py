@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import wrapper
 from .launch import Launch, agree_on_key, choose_device, device_of_group, end_with_parent, local_rank_in
-from .parcel import pack, sendable, unpack
+from .parcel import flat, pack, sendable, unpack
 from .roll_call import CAUSE, LEFT, TOO, RollCall
 
 T = TypeVar("T")
@@ -80,9 +80,9 @@ class World:
     def from_env(cls, device: str | None = None, timeout: timedelta | None = None) -> World:
         """The world that torchrun's environment describes, or a world of one process without it. Called on every rank.
 
-        Returns the open world if there is one; uses, and leaves alone, a process group that is open already. `device`: "cpu",
+        Returns the open world if there is one; uses, and leaves open, a process group that is open already. `device`: "cpu",
         "cuda", ... (default: a GPU if torch sees one). `timeout`: how long a collective waits for a missing rank before it
-        raises (default: 30 minutes until the end of a first training step, 10 minutes from then on).
+        raises (default: 30 minutes until a first training step is over, 10 minutes from then on; an open group's own).
 
         Under torchrun, the process ends as soon as its agent has gone (on Linux): no orphan trains on.
 
@@ -92,8 +92,7 @@ class World:
         if (world := cls._opened_here()) is not None:
             if device is not None and torch.device(device).type != world.device.type:
                 raise RuntimeError(f"the open World computes on {world.device}, not on {device!r}: close it first")
-            return world
-        if dist.is_initialized():
+        elif dist.is_initialized():
             launch = Launch(dist.get_rank(), dist.get_world_size(), local_rank_in(os.environ))
             backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
             world = cls(launch, device_of_group(device, launch.local_rank, backends), owns_group=False)
@@ -105,7 +104,9 @@ class World:
             if launch.size > 1:
                 _open_group(launch, chosen, timeout or FIRST_TIMEOUT)
             world = cls(launch, chosen, owns_group=launch.size > 1)
-            world._hurries = launch.size > 1 and timeout is None
+            world._hurries = launch.size > 1
+        if timeout is not None:
+            world.hurry(timeout)
         cls._open = world
         return world
 
@@ -231,13 +232,13 @@ class World:
         """Overwrite `tensors` with rank 0's, in few large messages. They must have equal shapes and dtypes on every rank."""
         self.ready("World.broadcast_tensors")
         if self.size > 1 and tensors:
-            group = dist.distributed_c10d._get_default_group()
-            dist._broadcast_coalesced(group, [tensor.data for tensor in tensors], 250 << 20, 0)  # type: ignore[attr-defined]
+            group, data = dist.distributed_c10d._get_default_group(), [flat(tensor) for tensor in tensors]
+            dist._broadcast_coalesced(group, data, 250 << 20, 0)  # type: ignore[attr-defined]
 
-    def hurry(self) -> None:
-        """From now on a collective waits for 10 minutes only, unless `from_env` was given a time. Called on every rank."""
-        if self._hurries:
-            _set_timeout(TIMEOUT)
+    def hurry(self, timeout: timedelta | None = None) -> None:
+        """From now on a collective waits for `timeout`, or 10 minutes unless `from_env` was given a time. On every rank."""
+        if self.size > 1 and (timeout is not None or self._hurries):
+            _set_timeout(timeout or TIMEOUT)
             self._hurries = False
 
     def close(self) -> None:
