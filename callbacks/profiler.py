@@ -78,8 +78,9 @@ class Profiler(Callback):
             return
         if self._profile is None and step in (self._first - 2, self._first - 1):
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-            self._profile = profile(activities=activities)
-            self._profile.prepare_trace()
+            prepared = profile(activities=activities, acc_events=True)  # which changes nothing in one cycle, but is warned of
+            prepared.prepare_trace()
+            self._profile = prepared  # only now may it be ended: torch crashes otherwise
         if step == self._first - 1 and self._profile is not None and not self._is_tracing:
             self._profile.start_trace()
             self._is_tracing = True

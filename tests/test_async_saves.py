@@ -425,6 +425,7 @@ def test_a_copy_has_the_values_type_and_layout_and_a_memory_of_its_own(kind: str
         )
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11
 def test_a_sparse_tensor_is_copied_too() -> None:
     tensor = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (3,), check_invariants=True).coalesce()
     copied = take(HostCopy(), a=tensor)["a"]

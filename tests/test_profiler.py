@@ -107,3 +107,11 @@ def test_a_run_that_goes_on_behind_the_steps_says_that_nothing_is_traced(
 def test_arguments_out_of_range_are_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Profiler(**{"folder": tmp_path, **arguments})
+
+
+def test_a_profiler_that_cannot_start_does_not_hide_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To end one that has never begun would crash the process."""
+    monkeypatch.setattr("torch.profiler.profile.prepare_trace", lambda _: 1 / 0)
+    monkeypatch.setattr("torch.profiler.profile.start_trace", lambda _: pytest.fail("ended what had not begun"))
+    with pytest.raises(ZeroDivisionError), toy_trainer(4, callbacks=[Profiler(tmp_path / "a", 1, 1)], batch_size=1) as run:
+        run.fit()
