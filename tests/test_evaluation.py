@@ -382,6 +382,18 @@ def test_evaluate_works_inside_a_training_step(ranks: Ranks, world_size: int) ->
         assert hooked[2][-1][0] == hooked[2][-1][1] < 0
 
 
+@pytest.mark.parametrize("numbers", [17, 21])
+def test_evaluate_inside_a_step_that_not_every_rank_takes_is_an_error(ranks: Ranks, numbers: int) -> None:
+    """Of the last window rank 0 has a micro-batch more than rank 1, which would wait in its reduction."""
+
+    def run() -> None:
+        toy_trainer(numbers, kind=Hooked, batch_size=2, accumulation_steps=2).fit()
+
+    outcomes = ranks.outcomes(2, run, timeout=30)
+    assert all(outcome.error == "RuntimeError" and not outcome.timed_out for outcome in outcomes)
+    assert f"in a training_step of a window of {numbers % 8} samples, which gives some ranks fewer" in outcomes[0].message
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_evaluate_between_forward_and_backward_leaves_the_graph_whole(ranks: Ranks, world_size: int) -> None:
     """Rank 0's statistics arrive on the other ranks, where the backward of a batch normalisation holds on to its own."""

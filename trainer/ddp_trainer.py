@@ -155,6 +155,7 @@ class DDPTrainer(Steps):
         ``name/key``. Fires no hook, moves no scheduler; modes and random state are put back. Raises ValueError without data.
         """
         self.world.ready("evaluate")
+        self._replica.check_meeting("evaluate")
         sets = self.eval_sets if data is None else checks.named_sets(data, "data")
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
@@ -171,6 +172,7 @@ class DDPTrainer(Steps):
         Batches are joined: tensors and arrays along their first dimension, lists one after another, tuples and mappings by field.
         """
         self.world.ready("predict")
+        self._replica.check_meeting("predict")
         checks.check_dataset(data, "data")
         with calling("predict", self.world, partial(explained, trainer=self)):
             return predict(self, self._parts, data, self._train.options)

@@ -69,6 +69,11 @@ class Plan:
         return min((limit for limit in limits if limit is not None), default=None)
 
 
+def is_even(size: int, batch_size: int, world_size: int) -> bool:
+    """Whether a window of `size` positions gives every rank as many micro-batches: shares are the first rank's or one less."""
+    return -(-size // world_size // batch_size) == -(-(size // world_size) // batch_size)
+
+
 def chunks(share: range, size: int) -> Iterator[range]:
     """`share` cut into pieces of `size`; the last may be shorter."""
     for first in range(0, len(share), size):

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import batchnorm, checksum, wrapper
 from .config import TrainerConfig
-from .plan import Window
+from .plan import Window, is_even
 from .world import World
 
 
@@ -35,6 +35,7 @@ class Replica:
         self._handed = self.model
         self._sends_buffers = False
         self._buffers: list[Tensor] = []  # as they were sent last
+        self._window: Window | None = None  # that a step is within
         self._called = False
         self._call_hook: RemovableHandle | None = None
         self._gradients_before: list[tuple[int, int] | None] | None = None
@@ -95,7 +96,7 @@ class Replica:
     def release(self) -> None:
         """Let go of the wrapper; the model stays as it is."""
         self._hand_out(None)
-        self._gradients_before = None
+        self._gradients_before = self._window = None
         if self._compiles:
             self.model._compiled_call_impl = None
         self._wrapped, self._sends_buffers, self.trainable = self.model, False, []
@@ -103,6 +104,7 @@ class Replica:
     def begin_window(self, window: Window) -> None:
         """Before the first forward: rank 0's buffers, once per window."""
         self.check_windows([window.size])
+        self._window = window
         if self._sends_buffers:
             self.send_buffers()
 
@@ -136,12 +138,22 @@ class Replica:
                 "would not be averaged. Compute the loss from model(...), the argument, not from self.model or model.module"
             )
 
+    def check_meeting(self, call: str) -> None:
+        """RuntimeError where a `training_step` makes a call that needs every rank, and some ranks have fewer micro-batches."""
+        if self._window is not None and not is_even(self._window.size, self._batch_size, self._world.size):
+            raise RuntimeError(
+                f"{call} needs every rank, but was called in a training_step of a window of {self._window.size} samples, which "
+                f"gives some ranks fewer micro-batches of {self._batch_size} than others: these would wait for ever. Call it in "
+                "before_epoch or optimizer_step, set eval_every, or leave such windows out with drop_last=True"
+            )
+
     def end_window(self, window: Window) -> None:
         """After the window's last backward. A rank whose share is empty takes part in the reduction with gradients of zero.
 
         Raises RuntimeError naming the parameters that the first window's last micro-batch did not use, or on several processes
         a later one's: their gradients would not be averaged over the ranks.
         """
+        self._window = None
         if self._handed is not self._wrapped:
             self._hand_out(self._wrapped)
         if not window.micro_batches:
