@@ -78,7 +78,7 @@ class Profiler(Callback):
             return
         if self._profile is None and step in (self._first - 2, self._first - 1):
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-            prepared = profile(activities=activities, acc_events=True)  # which changes nothing in one cycle, but is warned of
+            prepared = profile(activities=activities)
             prepared.prepare_trace()
             self._profile = prepared  # only now may it be ended: torch crashes otherwise
         if step == self._first - 1 and self._profile is not None and not self._is_tracing:

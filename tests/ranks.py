@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import process as multiprocessing_process
 from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import Any, NoReturn
@@ -233,6 +234,7 @@ def _become_a_process_of_its_own(files: Path, environment: Environment) -> None:
     atexit._clear()
     atexit.register(multiprocessing_util._exit_function)  # ends DataLoader workers; as importing that module does
     multiprocessing_util._finalizer_registry.clear()
+    multiprocessing_process._children.clear()  # type: ignore[attr-defined]  # they are the parent's
     for number in (signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

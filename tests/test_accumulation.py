@@ -327,3 +327,28 @@ def test_what_a_hook_or_an_evaluation_leaves_in_the_gradients_goes_into_no_updat
         return trainer.model.w.item()  # type: ignore[operator, no-any-return]
 
     assert ranks(world_size, run) == [-2 * (1.5 + 5.5)] * world_size
+
+
+def test_what_an_evaluation_leaves_on_a_parameter_that_is_then_frozen_moves_it_no_more(ranks: Ranks) -> None:
+    class Freezing(Sensitive):
+        def before_epoch(self) -> None:
+            self.model.first.requires_grad_(self.state.epoch == 0)  # type: ignore[union-attr, operator]
+            if self.state.epoch == 1:
+                self.kept = self.model.first.w.item()  # type: ignore[union-attr, operator]
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Toy(), Toy()
+
+        def forward(self, x: Tensor) -> Tensor:
+            outputs: Tensor = self.first(x) + self.second(x)
+            return outputs
+
+    def run() -> float:
+        trainer = toy_trainer(8, Two(), kind=Freezing, batch_size=2, epochs=2, eval_numbers=3)
+        trainer.fit()
+        return trainer.model.first.w.item() - vars(trainer)["kept"]  # type: ignore[union-attr, operator, no-any-return]
+
+    assert ranks(1, run) == [0.0]
+    assert ranks(2, run) == [0.0, 0.0]

@@ -185,14 +185,22 @@ def test_what_is_replayed_is_every_whole_window_after_the_first_few(tapes: Tapes
 
 
 class Backward(Callback):
+    """Looks at gradients of its own; `clears` them, as one usually does, before and after."""
+
+    def __init__(self, clears: bool) -> None:
+        self.clears = clears
+
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         for parameter in trainer.model.parameters():
-            if parameter.grad is not None:
+            if self.clears:
+                parameter.grad = None if trainer.state.step % 2 else torch.ones_like(parameter)
+            elif parameter.grad is not None:
                 parameter.grad += 1.0
 
 
-def test_what_a_hook_leaves_in_the_gradients_goes_into_no_update(tapes: Tapes) -> None:
-    assert_same(train(cuda_graph=True, callbacks=[Backward()]), train())
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_a_hook_does_to_the_gradients_goes_into_no_update(tapes: Tapes, clears: bool) -> None:
+    assert_same(train(cuda_graph=True, callbacks=[Backward(clears)]), train())
     assert tapes.replays
 
 

@@ -462,7 +462,8 @@ def test_the_buffers_of_batch_normalisation_travel_once_per_step_as_they_are(ran
         trainer.fit()
         return sizes
 
-    assert ranks(2, run) == [[3 * 8] * 3] * 2  # a mean, a variance and a counter
+    parameters, buffers = 3 * 8, 3 * 8  # two of the normalisation and a weight; a mean, a variance and a counter
+    assert ranks(2, run) == [[parameters, buffers, buffers, buffers]] * 2
 
 
 def test_the_buffers_of_resnet_50_are_as_large_as_the_readme_says() -> None:

@@ -391,7 +391,9 @@ def test_evaluate_inside_a_step_that_not_every_rank_takes_is_an_error(ranks: Ran
 
     outcomes = ranks.outcomes(2, run, timeout=30)
     assert all(outcome.error == "RuntimeError" and not outcome.timed_out for outcome in outcomes)
-    assert f"in a training_step of a window of {numbers % 8} samples, which gives some ranks fewer" in outcomes[0].message
+    fewest = numbers % 8 // 4
+    words = f"in micro-batch {fewest + 1} of a window of {numbers % 8} samples, of which some ranks have only {fewest}: they"
+    assert words in outcomes[0].message
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

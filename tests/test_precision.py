@@ -71,7 +71,7 @@ def test_a_run_that_only_overflows_ends_with_an_error_on_every_rank(ranks: Ranks
 
     def run() -> float:
         trainer = toy([1.0, INF] * 4, 1.0, precision="fp16", max_steps=3, global_batch_size=2)
-        with pytest.raises(FloatingPointError, match="at every loss scale down to 6e-05, so nothing is learned"):
+        with pytest.raises(FloatingPointError, match=r"30 updates in a row were skipped.* scale down to 6e-05: they"):
             trainer.fit()
         assert (trainer.state.step, trainer.state.skipped_steps) == (0, 29)  # and one more: 2 ** 16 halved 30 times
         return weight(trainer)

@@ -13,6 +13,8 @@ from callbacks import Profiler
 from tests.helpers import Ranks, toy_trainer
 from trainer import Callback, DDPTrainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11, of more cycles than one
+
 
 def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The events of the only trace in `folder`, by name."""

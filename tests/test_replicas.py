@@ -456,3 +456,21 @@ def test_no_two_places_of_a_large_tensor_can_be_exchanged() -> None:
         swapped[one], swapped[other] = tensor[other], tensor[one]
         assert not same([tensor], [swapped]), (one, other)
         assert per_parameter([tensor]).item() != per_parameter([swapped]).item()
+
+
+def test_a_parameter_frozen_on_one_rank_only_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    class Freezing(DDPTrainer):
+        def before_epoch(self) -> None:
+            self.model.spare.requires_grad_(self.world.is_main)  # type: ignore[union-attr, operator]
+
+    class Spare(Toy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spare = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.spare.sum()
+
+    for outcome in ranks.outcomes(2, lambda: toy_trainer(8, Spare(), kind=Freezing, batch_size=2).fit(), timeout=30):
+        assert outcome.error == "RuntimeError"
+        assert "rank 1 has 1 parameters to train and rank 0 has 2, or they differ in shape" in outcome.message

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .plan import is_even
+from .plan import most_and_fewest
 from .world import World
 
 
@@ -48,7 +48,7 @@ def check_windows(sizes: Sequence[int], batch_size: int, world_size: int) -> Non
     """ValueError for a window that gives some ranks more micro-batches than others: those would wait for ever."""
     for size in sizes:
         most, fewest = -(-size // world_size), size // world_size  # samples of rank 0, of the last rank
-        if not is_even(size, batch_size, world_size):
+        if len(set(most_and_fewest(size, batch_size, world_size))) > 1:
             raise ValueError(
                 f"SyncBatchNorm needs as many micro-batches on every rank, but a window of {size} samples gives {most} samples "
                 f"to rank 0 and {fewest} to rank {world_size - 1}, in micro-batches of {batch_size}. For the epoch's last window "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,14 +41,13 @@ class Capture:
         self._window_size = window_size
         self._modes: list[bool] = []
         self._kept: Sequence[nn.Parameter] = []
-        self._zeroed: list[int | None] = []  # versions of the gradients after an update
         self.release()
 
     def release(self) -> None:
         """Forget what is recorded, and its memory; it is recorded anew where it is needed again."""
         for parameter in self._kept:
             parameter.grad = None
-        self._kept = []
+        self._kept, self._gradients = [], list[tuple[Tensor | None, int]]()  # the latter as an update left them
         self._windows = 0
         self._replays = self._keeps_gradients = False
         self._passes: dict[Any, _Recording | None] = {}
@@ -65,8 +64,12 @@ class Capture:
         self._modes = modes
 
     def begin_window(self, window: Window, parameters: Sequence[nn.Parameter]) -> None:
-        """What a hook or an evaluation has left in the gradients since the last update goes into none."""
-        if not self._keeps_gradients or _versions(parameters) != self._zeroed:
+        """What a hook or an evaluation has done to the gradients since the last update goes into none."""
+        if not self._keeps_gradients:
+            self.zero_gradients(parameters)
+        elif any(item.grad is not old or _version(old) != version for item, (old, version) in self._noted(parameters)):
+            for item, (old, _) in self._noted(parameters):
+                item.grad = old  # the memory that the recordings have
             self.zero_gradients(parameters)
         if self._record is not None:
             self._replays = self._keeps_gradients and window.size == self._window_size
@@ -114,7 +117,7 @@ class Capture:
         for held, rate in zip(self._rates, rates, strict=True):
             held.fill_(rate)
         result: T = self._update.replay([])
-        self._zeroed = _versions(self._kept)
+        self._note(self._kept)
         return result
 
     def zero_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -122,10 +125,16 @@ class Capture:
         if self._keeps_gradients:
             self._kept = parameters
             torch._foreach_zero_([item.grad for item in parameters if item.grad is not None])
-            self._zeroed = _versions(parameters)
+            self._note(parameters)
             return
         for parameter in parameters:
             parameter.grad = None
+
+    def _note(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._gradients = [(item.grad, _version(item.grad)) for item in parameters]
+
+    def _noted(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, tuple[Tensor | None, int]]]:
+        return zip(parameters, self._gradients, strict=True)
 
     @property
     def _recorder(self) -> Recorder:
@@ -188,9 +197,9 @@ def _recorder(world: World) -> Recorder | None:
     return None
 
 
-def _versions(parameters: Sequence[nn.Parameter]) -> list[int | None]:
-    """Counts what Python has done to each gradient; a replay does not count."""
-    return [None if item.grad is None else item.grad._version for item in parameters]
+def _version(gradient: Tensor | None) -> int:
+    """Counts what Python has done to a gradient in its place; a replay does not count."""
+    return 0 if gradient is None else gradient._version
 
 
 def _kind(leaf: Any) -> Any:

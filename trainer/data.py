@@ -148,17 +148,21 @@ def tell(dataset: Any, epoch: int, seed: int | None) -> None:
 
     What it draws there, such as an order of its own, is the same in every rank and worker, and after a resume.
     """
+    if seed is not None:
+        seed_generators(mix(SET_EPOCH, seed, epoch))
+    _tell(dataset, epoch)
+
+
+def _tell(dataset: Any, epoch: int) -> None:
     if callable(set_epoch := getattr(dataset, "set_epoch", None)):
-        if seed is not None:
-            seed_generators(mix(SET_EPOCH, seed, epoch))
         set_epoch(epoch)
     elif isinstance(dataset, Subset):
-        tell(dataset.dataset, epoch, seed)
+        _tell(dataset.dataset, epoch)
     elif isinstance(dataset, (ConcatDataset, ChainDataset, StackDataset)):
         parts: Any = dataset.datasets
         parts = parts.values() if isinstance(parts, dict) else parts
         for part in [] if isinstance(parts, Iterator) else parts:  # an iterator would be empty afterwards
-            tell(part, epoch, seed)
+            _tell(part, epoch)
 
 
 def _innermost(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
@@ -199,7 +203,8 @@ def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> 
         return batch if batch.device == device else batch.to(device, non_blocking=device.type == "cuda")
     if type(batch) is list:  # what most batches are
         return [to_device(value, device, channels_last) for value in batch]
-    if callable(getattr(type(batch), "to", None)):  # PackedSequence, tokenizer outputs, graphs, ...
+    # PackedSequence, tokenizer outputs, graphs, ...; a mapping's attributes may be its keys
+    if callable(getattr(type(batch) if isinstance(batch, Mapping) else batch, "to", None)):
         moved = batch.to(device)
         return batch if moved is None else moved  # None: it has moved itself
     if isinstance(batch, MutableMapping):

@@ -69,9 +69,9 @@ class Plan:
         return min((limit for limit in limits if limit is not None), default=None)
 
 
-def is_even(size: int, batch_size: int, world_size: int) -> bool:
-    """Whether a window of `size` positions gives every rank as many micro-batches: shares are the first rank's or one less."""
-    return -(-size // world_size // batch_size) == -(-(size // world_size) // batch_size)
+def most_and_fewest(size: int, batch_size: int, world_size: int) -> tuple[int, int]:
+    """The micro-batches of rank 0, which has most, and of the last rank, in a window of `size` positions."""
+    return -(-size // world_size // batch_size), -(-(size // world_size) // batch_size)
 
 
 def chunks(share: range, size: int) -> Iterator[range]:

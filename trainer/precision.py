@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LEAST_SCALE = 1e-4  # far below what any gradient needs that is not infinite by itself
+_LEAST_SCALE, _MANY = 1e-4, 30  # far below what finite gradients need; and overflows in a row
 
 
 class Precision:
@@ -24,6 +24,7 @@ class Precision:
         self._type = _TYPES.get(kind)
         self._device = device.type
         self._nothing = nullcontext()
+        self._in_a_row = 0  # overflows
         self.scaler: torch.amp.GradScaler | None = None
         if kind == "fp16":
             self.scaler = torch.amp.GradScaler(self._device, **scaler_options)
@@ -56,11 +57,12 @@ class Precision:
         found = self.scaler._found_inf_per_device(optimizer).values()
         overflowed = any(value.item() for value in found)
         self.scaler.update()
-        if overflowed and (scale := self.scaler.get_scale()) < _LEAST_SCALE:
+        self._in_a_row = self._in_a_row + 1 if overflowed else 0
+        if self._in_a_row >= _MANY and (scale := self.scaler.get_scale()) < _LEAST_SCALE:
             raise FloatingPointError(
-                f"precision='fp16': the gradients were infinite or NaN at every loss scale down to {scale:.0e}, so nothing is "
-                "learned: the loss or its gradients are not finite by themselves. Look for a division by zero, a logarithm of "
-                "zero or bad samples, or train with precision='bf16'"
+                f"precision='fp16': {self._in_a_row} updates in a row were skipped, as the gradients were infinite or NaN at "
+                f"every loss scale down to {scale:.0e}: they are not finite by themselves. Look for a division by zero, a "
+                "logarithm of zero or bad samples, or train with precision='bf16'"
             )
         return overflowed
 

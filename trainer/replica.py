@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import batchnorm, checksum, wrapper
 from .config import TrainerConfig
-from .plan import Window, is_even
+from .plan import Window, most_and_fewest
 from .world import World
 
 
@@ -36,6 +36,7 @@ class Replica:
         self._sends_buffers = False
         self._buffers: list[Tensor] = []  # as they were sent last
         self._window: Window | None = None  # that a step is within
+        self._handed_out = 0  # in this window
         self._called = False
         self._call_hook: RemovableHandle | None = None
         self._gradients_before: list[tuple[int, int] | None] | None = None
@@ -77,7 +78,10 @@ class Replica:
         if list(map(id, trainable)) == list(map(id, self.trainable)):
             return False
         self.release()
-        self.align()
+        self._check_alike(trainable)
+        self.model.zero_grad()  # what is frozen from now on keeps none, which the optimizer would go on to apply
+        self._lay_out(self.parameters)
+        self._world.broadcast_tensors(self.parameters)
         if self._compiles:  # in place, and inside of DDP's wrapper
             self.model.compile()
         self._wrapped = self._world.wrap(self.model, **{"init_sync": False, **self._options})  # they are in step already
@@ -104,7 +108,7 @@ class Replica:
     def begin_window(self, window: Window) -> None:
         """Before the first forward: rank 0's buffers, once per window."""
         self.check_windows([window.size])
-        self._window = window
+        self._window, self._handed_out = window, 0
         if self._sends_buffers:
             self.send_buffers()
 
@@ -116,6 +120,7 @@ class Replica:
     def handed(self, last: bool) -> nn.Module:
         """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
         self._called = self._call_hook is None
+        self._handed_out += 1
         if last and not self._use_is_known:
             self._gradients_before = [_mark(parameter.grad) for parameter in self.trainable]
         return self._handed if last else self.model
@@ -139,12 +144,15 @@ class Replica:
             )
 
     def check_meeting(self, call: str) -> None:
-        """RuntimeError where a `training_step` makes a call that needs every rank, and some ranks have fewer micro-batches."""
-        if self._window is not None and not is_even(self._window.size, self._batch_size, self._world.size):
+        """RuntimeError where a `training_step` makes a call that needs every rank, and some have no such micro-batch."""
+        if self._window is None:
+            return
+        _, fewest = most_and_fewest(self._window.size, self._batch_size, self._world.size)
+        if self._handed_out > fewest:
             raise RuntimeError(
-                f"{call} needs every rank, but was called in a training_step of a window of {self._window.size} samples, which "
-                f"gives some ranks fewer micro-batches of {self._batch_size} than others: these would wait for ever. Call it in "
-                "before_epoch or optimizer_step, set eval_every, or leave such windows out with drop_last=True"
+                f"{call} needs every rank, but was called in micro-batch {self._handed_out} of a window of {self._window.size} "
+                f"samples, of which some ranks have only {fewest}: they would never come. Call it in before_epoch or "
+                "optimizer_step, set eval_every, or leave such windows out with drop_last=True"
             )
 
     def end_window(self, window: Window) -> None:
@@ -191,6 +199,15 @@ class Replica:
             "forward that goes round the model that training_step was given, and for a hook that changes the model or the "
             "optimizer (hooks run on rank 0 only)"
         )
+
+    def _check_alike(self, trainable: Sequence[Tensor]) -> None:
+        shapes = self._world.gather([tuple(parameter.shape) for parameter in trainable])
+        for rank, theirs in enumerate(shapes):
+            if theirs != shapes[0]:
+                raise RuntimeError(
+                    f"rank {rank} has {len(theirs)} parameters to train and rank 0 has {len(shapes[0])}, or they differ in "
+                    "shape: freeze, unfreeze and exchange the same ones on every rank"
+                )
 
     def _lay_out(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:

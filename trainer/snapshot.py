@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,9 @@ from .state import TrainerState
 
 if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
+
+
+_log = logging.getLogger(__name__)
 
 
 def take(trainer: DDPTrainer, run_config: Mapping[str, Any], precision: Precision, hooks: Dispatcher) -> dict[str, Any]:
@@ -56,12 +59,12 @@ def _warn_of_length(trainer: DDPTrainer, saved: Mapping[str, Any]) -> None:
     """On rank 0, of a scheduler that was made for another number of steps than it goes on for."""
     own = trainer.scheduler.state_dict() if trainer.scheduler is not None else {}
     for name in LENGTHS:
-        if trainer.world.is_main and own.get(name) == trainer.total_steps and saved.get(name, own.get(name)) != own.get(name):
-            warnings.warn(
-                f"the scheduler was made for {own[name]} steps, but goes on with the checkpoint's {name}={saved[name]}: it keeps "
-                "the length it had. Set epochs and max_steps as they were, or take a schedule without a length",
-                UserWarning,
-                stacklevel=2,
+        made_for = name in own and own[name] == trainer.total_steps
+        if made_for and saved.get(name, own[name]) != own[name] and trainer.world.is_main:
+            _log.warning(
+                "the scheduler was made for %d steps, but goes on with the checkpoint's %s=%d: it keeps the length it had. Set "
+                "epochs and max_steps as they were, or take a schedule without a length",
+                *(own[name], name, saved[name]),
             )
 
 

@@ -47,6 +47,7 @@ class TrainData:
         self._sampler = cast(Any, sampler)
         self._config = config
         self._is_stream = isinstance(dataset, IterableDataset)
+        self._rows: int | None = None  # of the dataset
         self.shards_itself = shards_itself(dataset)
         """Whether the dataset is a stream of which each rank and worker reads its own part."""
         self._order_seed = config.seed
@@ -56,7 +57,7 @@ class TrainData:
             checks.check_stream(dataset, sampler, config)
         elif dataset is not None:
             checks.check_dataset(dataset, "train_data")
-            self.samples = len(self._dataset)
+            self.samples = self._rows = len(self._dataset)
         if sampler is not None:
             if dataset is None:
                 raise ValueError("a sampler gives the order of train_data: pass train_data too")
@@ -84,9 +85,8 @@ class TrainData:
     @property
     def identity(self) -> dict[str, Any]:
         """What a run that is continued must have alike: another order, or length, would repeat samples and leave out others."""
-        rows = None if self._is_stream or self._dataset is None else len(self._dataset)
         sampler = self._sampler is not None
-        return {"samples": self.samples, "rows": rows, "sampler": sampler, "global_batch": self.window_size}
+        return {"samples": self.samples, "rows": self._rows, "sampler": sampler, "global_batch": self.window_size}
 
     def open(self, world: World, prepares: bool) -> None:
         """Before the first batch of a `fit`. ValueError when there is nothing to train on.
@@ -168,12 +168,11 @@ class TrainData:
 
     def _draw_sampler(self, epoch: int) -> list[int]:
         """The sampler's indices for an epoch: rank 0's, for a sampler may draw what no seed of the trainer's reaches."""
+        tell(self._sampler, epoch, self._config.seed)
         if self._config.seed is not None:
             seed_generators(seed := mix(ORDER, self._config.seed, epoch))
             if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
                 generator.manual_seed(seed >> 1)
-        if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
-            set_epoch(epoch)
         indices: Tensor = self._world.run_on_main(lambda: torch.tensor(list(map(checks.check_index, self._sampler))))
         return indices.tolist()
 

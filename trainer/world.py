@@ -82,7 +82,7 @@ class World:
 
         Returns the open world if there is one; uses, and leaves open, a process group that is open already. `device`: "cpu",
         "cuda", ... (default: a GPU if torch sees one). `timeout`: how long a collective waits for a missing rank before it
-        raises (default: 30 minutes until a first training step is over, 10 minutes from then on; an open group's own).
+        raises (default: 30 minutes until a first training step is over, 10 minutes from then on; of an open group: its own).
 
         Under torchrun, the process ends as soon as its agent has gone (on Linux): no orphan trains on.
 
