@@ -374,6 +374,7 @@ def test_predictions_come_in_dataset_order_on_rank_0_alone(ranks: Ranks) -> None
             assert found["array"].tolist() == found["doubled"].tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, of its own
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag, "tied"])
 @pytest.mark.parametrize("samples", [8, 5])
 def test_sparse_gradients_train_alike_at_one_process_and_more(ranks: Ranks, kind: Any, samples: int) -> None:
