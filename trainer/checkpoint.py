@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 FORMAT = 1
 """The version of a file's content: a dict of format, state, config, model, optimizer, scheduler, scaler and callbacks; of a
-stream that shards itself also epoch_windows and shards."""
+stream that shards itself also epoch_windows and shards, and without a seed order_seed."""
 
 UNFINISHED = ".tmp"
 """What the name of a file ends in until it is whole."""

@@ -330,7 +330,6 @@ class DDPTrainer(Steps):
             self.load_state_dict(content)
         self.state.stop_reason = None
         checks.warn_before_fit(self.model, self.state, self.finished, self.world.is_main)
-        self.model.zero_grad()
         self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)
         self._weighting = Weighting(self.world, uneven=self._train.shards_itself)
         self._agreement.open(self.state.window)
