@@ -67,8 +67,8 @@ class Checkpoint(Callback):
         self._monitor = monitor
         self._mode = mode
         self._sign = 1.0 if mode == "min" else -1.0
-        self._best = self._best_on_disk = math.inf
-        self._new_best = math.inf  # of the evaluation since the last safe point, where it is one
+        # Times the sign, so that less is better: the best so far, what best.pt holds, and what is to be written as that next.
+        self._best = self._best_on_disk = self._new_best = math.inf
         self._monitored_another = False
         self._warned = False
         self._has_evaluated = self._made_folder = False

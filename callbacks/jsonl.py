@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from trainer import Callback, DDPTrainer
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("callbacks")
 _FIELDS = ("kind", "step", "epoch", "time")
 _BEGINNING = b'{"kind": "'
 

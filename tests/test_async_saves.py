@@ -517,3 +517,21 @@ def test_a_tensors_attributes_are_copied_as_they_were_then() -> None:
     tensor.history.append(0)  # type: ignore[attr-defined]
     tensor.average.zero_()  # type: ignore[attr-defined]
     assert (copied.history, copied.average.tolist()) == ([1], [1.0])
+
+
+def test_a_conjugate_or_negative_view_is_copied_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a GPU torch would change the buffer, on the host, while the copy into it is under way."""
+    sources: list[Tensor] = []
+    copy_into = Tensor.copy_
+
+    def noted(self: Tensor, source: Tensor, **options: Any) -> Tensor:
+        sources.append(source)
+        return copy_into(self, source, **options)
+
+    monkeypatch.setattr(Tensor, "copy_", noted)
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    copied, wait = HostCopy().take({"conj": values.conj(), "negative": values.conj().imag})
+    wait()
+    assert copied["conj"].tolist() == [1 - 2j, 3 + 4j]
+    assert copied["negative"].tolist() == [-2.0, 4.0]
+    assert not any(source.is_conj() or source.is_neg() for source in sources)

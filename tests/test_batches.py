@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, defau
 
 from tests.helpers import Numbers, Ranks, Recorder, Toy, ValueToy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, World
-from trainer.data import Loader, to_device, unchanged
+from trainer.data import Loader, _sent, to_device, unchanged
 from trainer.order import Permutation
 from trainer.randomness import seed_generators
 
@@ -774,3 +774,32 @@ def test_an_order_that_a_dataset_draws_for_an_epoch_is_the_same_in_every_reader(
 
     found = ranks(world_size, run)
     assert sorted(value for seen in found for value in seen) == [float(number) for number in range(16)]
+
+
+class Noting:
+    """A tensor or a batch that says how it was asked to move."""
+
+    def __init__(self, knows_waiting: bool = True) -> None:
+        self.asked: list[str] = []
+        self.knows_waiting = knows_waiting
+
+    def pin_memory(self) -> Noting:
+        self.asked.append("pinned")
+        return self
+
+    def to(self, device: torch.device, **options: Any) -> Noting:
+        if options and not self.knows_waiting:
+            raise TypeError("to() got an unexpected keyword argument 'non_blocking'")
+        self.asked.append(f"to {device.type} {options}")
+        return self
+
+
+def test_the_host_waits_for_no_copy_to_a_gpu() -> None:
+    """Of row numbers for a dataset there, and of batches that move themselves."""
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    rows: Any = Noting()
+    assert _sent(rows, gpu).asked == ["pinned", "to cuda {'non_blocking': True}"]
+    assert _sent(rows, cpu).asked[2:] == ["to cpu {}"]
+    assert to_device(Noting(), gpu).asked == ["to cuda {'non_blocking': True}"]
+    assert to_device(Noting(knows_waiting=False), gpu).asked == ["to cuda {}"]
+    assert to_device(Noting(), cpu).asked == ["to cpu {}"]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Ranks, Toy, mean_of_outputs, opening_files_for, toy_trainer
-from trainer import Callback, CheckpointError, CheckpointFolder, DDPTrainer, TrainerConfig, checkpoint
+from trainer import Callback, CheckpointError, CheckpointFolder, DDPTrainer, TrainerConfig, checkpoint, model_keys
 
 ROOT = Path(__file__).parents[1]
 
@@ -594,7 +594,7 @@ def test_every_load_in_the_library_refuses_code_and_names_the_device() -> None:
                 assert options.get("map_location") == "'cpu'", path
             assert not called.endswith(("jit.load", "np.load", "numpy.load", "hub.load")), path
             if called in ("pickle.load", "pickle.loads", "pickle.Unpickler"):
-                assert path.name == "parcel.py", path
+                assert path.name == "transport.py", path
     assert [file for file, _ in loads] == ["checkpoint.py"] * 2
 
 
@@ -805,7 +805,7 @@ def test_a_module_is_told_of_which_version_its_values_are(tmp_path: Path, wrappe
     saved = toy_trainer(4, Whole(), batch_size=2, callbacks=[Checkpoint(tmp_path)])
     saved.fit()
     content = checkpoint.read(tmp_path / name(2))
-    content["model"] = checkpoint.renamed(content["model"], lambda key: f"{wrapper}{key}".removesuffix("."))
+    content["model"] = model_keys.renamed(content["model"], lambda key: f"{wrapper}{key}".removesuffix("."))
     model: Any = torch.compile(Whole(), backend="eager") if compiled else Whole()
     toy_trainer(4, model, batch_size=2).load_state_dict(content)
     assert found == [2]

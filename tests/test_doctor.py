@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.helpers import Ranks, run_torchrun
 from trainer import World
-from trainer.checkup import CHECKS
 from trainer.doctor import main
+from trainer.doctor_checks import CHECKS
 
 DOCTOR = "import runpy\nrunpy.run_module('trainer.doctor', run_name='__main__')"  # what python -m does
 

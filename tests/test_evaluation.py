@@ -141,7 +141,7 @@ def test_sums_are_kept_in_float64() -> None:
     one = torch.ones((), dtype=torch.bfloat16)
     for _ in range(1_000):
         sums.add({"low": one, "counted": Mean(one, 1), "on the device": Mean(one, torch.tensor(2**24 + 1))}, 1)
-    assert sums.take(sums.keys).tolist() == [1_000, 1_000, 1_000, 1_000, 1_000, 1_000 * (2**24 + 1)]
+    assert sums.pop(sums.keys).tolist() == [1_000, 1_000, 1_000, 1_000, 1_000, 1_000 * (2**24 + 1)]
 
 
 def test_different_lengths_on_different_ranks_are_an_error_on_all(ranks: Ranks) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.folder
+import trainer.checkpoint_folder
 from callbacks import Checkpoint, JSONLines
 from tests.helpers import Ranks, Toy, toy_trainer
 from trainer import Callback, CheckpointError, CheckpointFolder, DDPTrainer, checkpoint
@@ -135,7 +135,7 @@ def test_a_second_job_waits_and_is_then_told_who_is_in_the_folder(
     ranks: Ranks, job: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     """On every rank; the first one neither loses its lock nor a file by it."""
-    monkeypatch.setattr(trainer.folder, "_LOCK_WAIT", 1.0)
+    monkeypatch.setattr(trainer.checkpoint_folder, "_LOCK_WAIT", 1.0)
     first = job(training_in(tmp_path))
     assert first.hear() == "running"
     began = time.monotonic()
@@ -213,7 +213,7 @@ def test_children_that_end_take_no_lock_with_them(job: Start, tmp_path: Path, mo
         job.say("alone again")
         job.hear()
 
-    monkeypatch.setattr(trainer.folder, "_LOCK_WAIT", 0.2)
+    monkeypatch.setattr(trainer.checkpoint_folder, "_LOCK_WAIT", 0.2)
     assert job(run).hear() == "alone again"
     with pytest.raises(CheckpointError, match="in use by another job"):
         CheckpointFolder(tmp_path).lock()
@@ -277,7 +277,7 @@ def test_a_lock_on_a_file_that_was_removed_is_none(
                 assert holder[-1].hear() == "in"
         lockf(*args)
 
-    monkeypatch.setattr(trainer.folder, "_LOCK_WAIT", 0.2)
+    monkeypatch.setattr(trainer.checkpoint_folder, "_LOCK_WAIT", 0.2)
     monkeypatch.setattr(fcntl, "lockf", lock_late)
     files = CheckpointFolder(tmp_path)
     if third:
@@ -514,7 +514,7 @@ def test_a_folder_that_was_made_anew_belongs_to_the_job_that_made_it(tmp_path: P
                         thread.join()
                 shutil.rmtree(folder)
                 folder.mkdir()
-                trainer.folder._held.clear()  # the other one is of another process
+                trainer.checkpoint_folder._held.clear()  # the other one is of another process
                 other.lock()
                 (folder / name(99)).touch()
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import trainer.world
 from tests.helpers import Numbers, Outcome, Ranks, Toy, mean_of_outputs
 from trainer import Callback, DDPTrainer, TrainerConfig, World, failure
-from trainer.roll_call import LATE
+from trainer.rendezvous import TIMED_OUT
 
 LIMIT = 3.0  # seconds that a collective waits
 LEAVING = 5.0  # seconds more after which a rank that waited is gone
@@ -222,10 +222,10 @@ def test_work_on_rank_0_may_take_as_long_as_the_others_were_told_to_wait(ranks: 
 
 def test_a_rank_that_hangs_is_named_though_another_gave_up_before() -> None:
     """To a rank that began to wait later, and sees the other one's end before its own time is over."""
-    roll_call = SimpleNamespace(ask=lambda timed_out: ({LATE: [1]}, [0]))
+    roll_call = SimpleNamespace(ask=lambda timed_out: ({TIMED_OUT: [1]}, [0]))
     world = SimpleNamespace(roll_call=roll_call, is_main=False, rank=2)
     waiting: Any = SimpleNamespace(world=world, state=SimpleNamespace(step=2))
-    text = failure._of_others(RuntimeError("gloo: Connection closed by peer"), waiting)
+    text = failure._explain_lost_ranks(RuntimeError("gloo: Connection closed by peer"), waiting)
     assert text.endswith("rank 0 did not answer: it hangs, is slow, or was killed")
 
 

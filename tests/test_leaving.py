@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from callbacks import Checkpoint
 from tests.helpers import Completed, Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, run_torchrun, toy_trainer
-from trainer import DDPTrainer, TrainerConfig, World
+from trainer import Callback, DDPTrainer, TrainerConfig, World
 
 LIMIT = 100.0  # seconds for a launch, which takes about 5 on an idle machine
 NOISE = ("destroy_process_group", "terminate called", "Traceback", "leaked", "Warning", "resource_tracker")
@@ -99,7 +99,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 from tests.helpers import Toy, mean_of_outputs, toy_trainer
-from trainer import DDPTrainer, World
+from trainer import Callback, DDPTrainer, World
 
 class Trainer(DDPTrainer):
     def training_step(self, model, batch):
@@ -224,7 +224,7 @@ def test_torchrun_shows_the_rank_that_failed_with_its_traceback(tmp_path: Path) 
 import sys, time
 from callbacks import Checkpoint
 from tests.helpers import toy_trainer
-from trainer import DDPTrainer
+from trainer import Callback, DDPTrainer
 
 class Trainer(DDPTrainer):
     micro_batches = 0
@@ -552,3 +552,22 @@ def test_hooks_are_told_of_an_error_though_no_thread_is_to_be_had(monkeypatch: p
     assert recorder.order[-1] == ("on_exception", 2)
     assert trainer.world.failed
     trainer.world.failed = False  # it is that of the tests, and goes on
+
+
+def test_an_error_of_the_gpu_is_told_to_torchrun_before_the_hooks(ranks: Ranks) -> None:
+    """NCCL's watchdog sees it too, and ends the process at once."""
+
+    class Slow(Callback):
+        def on_exception(self, trainer: DDPTrainer, error: BaseException) -> None:
+            print("told" if Path(os.environ["TORCHELASTIC_ERROR_FILE"]).exists() else "not told")
+
+    class Failing(DDPTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> Any:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered", 710)
+
+    def fit() -> None:
+        toy_trainer(4, kind=Failing, callbacks=[Slow()], batch_size=1).fit()
+
+    outcome = ranks.outcomes(2, fit)[0]
+    assert outcome.error is not None
+    assert outcome.stdout == "told\n"

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig
 from trainer.checksum import all_equal, per_parameter, words
+from trainer.replica import _move_state
 
 
 class Net(nn.Module):
@@ -381,7 +382,7 @@ def test_what_before_epoch_unfreezes_is_trained_on_every_rank_and_only_then(
             wrapped.append(sum(parameter.requires_grad for parameter in args[0].parameters()))
             super().__init__(*args, **options)
 
-    monkeypatch.setattr("trainer.wrapper.DistributedDataParallel", Counted)
+    monkeypatch.setattr("trainer.ddp_wrapper.DistributedDataParallel", Counted)
 
     def fit() -> tuple[list[float], list[int]]:
         model = TwoWeights()
@@ -474,3 +475,52 @@ def test_a_parameter_frozen_on_one_rank_only_is_an_error_on_every_rank(ranks: Ra
     for outcome in ranks.outcomes(2, lambda: toy_trainer(8, Spare(), kind=Freezing, batch_size=2).fit(), timeout=30):
         assert outcome.error == "RuntimeError"
         assert "rank 1 has 1 parameters to train and rank 0 has 2, or they differ in shape" in outcome.message
+
+
+@pytest.mark.parametrize("samples", [4, 5])
+def test_a_wrapper_on_gpus_takes_part_in_reductions_without_a_batch(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, samples: int
+) -> None:
+    """DDP moves the arguments of a forward to its GPU, and fails where there are none; the last of five leaves rank 1 without."""
+
+    class OnOneDevice(DistributedDataParallel):
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__(module, **options)
+            self.device_ids = [0]  # what only GPUs have; its type is still the CPU's
+
+    monkeypatch.setattr("trainer.ddp_wrapper.DistributedDataParallel", OnOneDevice)
+
+    def fit() -> float:
+        with toy_trainer(samples, batch_size=1, epochs=1) as trainer:
+            trainer.fit()
+            return trainer.model.w.item()
+
+    assert ranks(2, fit) == [-float(sum((0.5, 2.5, 4.0)[: (samples + 1) // 2]))] * 2
+
+
+def test_state_that_an_optimizer_has_already_follows_the_model_to_its_device() -> None:
+    """Adagrad makes its sums at once; the count of steps stays on the CPU, unless the optimizer is fused."""
+    optimizer = torch.optim.Adagrad([(parameter := nn.Parameter(torch.ones(3)))])
+    moved = nn.Parameter(parameter.to("meta"))  # on a GPU it would be the same object
+    optimizer.param_groups[0]["params"] = [moved]
+    state = optimizer.state[moved] = optimizer.state.pop(parameter)
+    _move_state(optimizer)
+    assert {key: value.device.type for key, value in state.items()} == {"step": "cpu", "sum": "meta"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn])
+def test_buffers_of_types_that_no_backend_sends_are_rank_0_s_too(ranks: Ranks, dtype: torch.dtype) -> None:
+    class WithBuffers(Toy):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.register_buffer("one", torch.tensor(float(number)).to(dtype))
+            self.register_buffer("many", torch.full((2, 3, 2, 2), float(number)).to(dtype))
+            self.register_buffer("last", self.many.contiguous(memory_format=torch.channels_last))
+
+    def start() -> list[list[float]]:
+        model = WithBuffers(3 + int(os.environ["RANK"]))
+        with toy_trainer(4, model, batch_size=2, epochs=1) as trainer:
+            trainer.fit()
+        return [sorted({*buffer.to(torch.float32).flatten().tolist()}) for buffer in model.buffers()]
+
+    assert ranks(2, start) == [[[3.0]] * 3] * 2

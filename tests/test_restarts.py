@@ -224,7 +224,7 @@ if __name__ == "__main__":
 
 LOADING = """
 import os, sys, time
-import trainer.folder
+import trainer.checkpoint_folder
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Toy, mean_of_outputs
 from trainer import Callback, DDPTrainer, TrainerConfig
@@ -237,7 +237,7 @@ class Closing(Callback):
 def unreadable(resume_from):
     raise ArithmeticError("the cause")
 
-trainer.folder.find = unreadable
+trainer.checkpoint_folder.find = unreadable
 model = Toy()
 DDPTrainer(
     model, torch.optim.SGD(model.parameters(), lr=0.1), Numbers(8), loss_fn=mean_of_outputs, callbacks=[Closing()]

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, SequentialSampler, WeightedRandomSampler
 from callbacks import Checkpoint
 from tests.helpers import Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import Callback, CheckpointFolder, DDPTrainer, TrainerConfig, checkpoint
-from trainer import folder as folder_room
+from trainer import checkpoint_folder as folder_room
 
 LENGTH, GLOBAL_BATCH, STEPS = 11, 4, 9  # three epochs of three steps, the last of each over three samples
 
@@ -782,3 +782,23 @@ def test_a_schedule_that_keeps_another_length_than_the_run_has_is_a_warning(
     caplog.clear()
     make(scheduler=scheduler, epochs=1).load_state_dict(CheckpointFolder(tmp_path).newest() or {})
     assert "scheduler" not in caplog.text
+
+
+@pytest.mark.parametrize("saved_fused", [False, True])
+def test_how_an_optimizer_computes_is_its_own_choice_after_a_resume(tmp_path: Path, saved_fused: bool) -> None:
+    """A file of a CPU's run, resumed on a GPU with a fused optimizer, or the reverse."""
+
+    def fit(fused: bool, epochs: int) -> Optimizer:
+        model = nn.Linear(1, 1).double()
+        optimizer = AdamW(model.parameters(), fused=fused, capturable=fused)
+        config = TrainerConfig(batch_size=2, epochs=epochs)
+        data = torch.utils.data.TensorDataset(torch.ones(4, 1).double(), torch.ones(4, 1).double())
+        DDPTrainer(model, optimizer, data, loss_fn=mse_loss, config=config, callbacks=[Checkpoint(tmp_path)]).fit(tmp_path)
+        return optimizer
+
+    fit(saved_fused, 1)
+    resumed = fit(not saved_fused, 2)
+    assert {key: resumed.param_groups[0][key] for key in ("fused", "capturable")} == dict.fromkeys(
+        ("fused", "capturable"), not saved_fused
+    )
+    assert {float(state["step"]) for state in resumed.state.values()} == {4.0}

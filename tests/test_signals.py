@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from callbacks import Checkpoint
 from tests.helpers import Numbers, Outcome, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
-from trainer import Callback, CheckpointFolder, DDPTrainer, World, agreement, checkpoint
+from trainer import Callback, CheckpointFolder, DDPTrainer, World, checkpoint, stopping
 from trainer.workers import loader_options
 
 SIGNALS = [signal.SIGTERM, signal.SIGUSR1]
@@ -273,9 +273,9 @@ class Hanging(DDPTrainer):
 
 
 def hang(folder: Path, signals: int, slack: float, delay: float = 0.0) -> None:
-    from trainer import agreement
+    from trainer import stopping
 
-    agreement._SLACK = slack
+    stopping._SLACK = slack
     trainer = toy_trainer(9, kind=Hanging, batch_size=1, callbacks=[Checkpoint(folder, every_steps=1)])
     assert isinstance(trainer, Hanging)
     trainer.signals, trainer.delay = signals, delay
@@ -375,7 +375,7 @@ def test_the_first_checkpoint_is_given_its_time_after_a_signal(
 ) -> None:
     """No write has shown how long it takes. Whoever waits for rank 0's leaves after it."""
     slowly(monkeypatch, 5.0)
-    monkeypatch.setattr(agreement, "_SLACK", 2.0)
+    monkeypatch.setattr(stopping, "_SLACK", 2.0)
     outcomes = ranks.outcomes(2, run, tmp_path, told, signal.SIGTERM)
     assert [outcome.value for outcome in outcomes] == [(4, "received SIGTERM")] * 2, outcomes
     assert list(CheckpointFolder(tmp_path).steps()) == [4]
@@ -386,7 +386,7 @@ def test_a_step_is_given_more_time_while_the_file_of_one_before_is_written(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     slowly(monkeypatch, 3.0)
-    monkeypatch.setattr(agreement, "_SLACK", 0.0)
+    monkeypatch.setattr(stopping, "_SLACK", 0.0)
 
     def report() -> None:
         signal_oneself(signal.SIGTERM)
@@ -404,7 +404,7 @@ def test_a_handler_that_passes_signals_on_to_the_trainers_leaves_the_deadline(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As libraries do that install theirs during the run."""
-    monkeypatch.setattr(agreement, "_SLACK", 0.5)
+    monkeypatch.setattr(stopping, "_SLACK", 0.5)
 
     def chain() -> None:
         before: Any = signal.getsignal(signal.SIGTERM)
@@ -449,7 +449,7 @@ def test_a_file_that_is_on_its_way_when_the_signal_comes_becomes_whole(
 ) -> None:
     """However long the step has taken by then, and though the run ends with it."""
     slowly(monkeypatch, 2.0)
-    monkeypatch.setattr(agreement, "_SLACK", 0.0)
+    monkeypatch.setattr(stopping, "_SLACK", 0.0)
 
     def fit() -> int:
         late = threading.Timer(1.0, lambda: signal_oneself(signal.SIGTERM))
@@ -463,7 +463,7 @@ def test_a_file_that_is_on_its_way_when_the_signal_comes_becomes_whole(
 
 def test_a_handler_that_came_during_the_run_is_obeyed_alone(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is not ended for a signal that is no longer the trainer's."""
-    monkeypatch.setattr(agreement, "_SLACK", 0.2)
+    monkeypatch.setattr(stopping, "_SLACK", 0.2)
 
     def fit() -> tuple[int, list[int]]:
         called: list[int] = []

@@ -26,7 +26,7 @@ class Asking:
 @pytest.fixture
 def only_reports_settle(monkeypatch: pytest.MonkeyPatch) -> None:
     """No message before two "seconds" have passed, which never do: however slow the machine, the reports decide."""
-    monkeypatch.setattr("trainer.agreement._PERIOD", 1e9)
+    monkeypatch.setattr("trainer.stopping._PERIOD", 1e9)
 
 
 class Trainer(DDPTrainer):

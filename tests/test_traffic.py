@@ -17,7 +17,7 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.helpers import BatchNormToy, Numbers, Ranks, Recorder, Toy, ValueToy, mean_of_outputs, rank_pairs, toy_trainer
-from trainer import DDPTrainer, Mean, TrainerConfig, World, agreement
+from trainer import DDPTrainer, Mean, TrainerConfig, World, stopping
 
 BEGIN, END, MICRO_BATCH, UPDATE, EVALUATION = MARKS = ("begin", "end", "micro-batch", "update", "evaluation")
 # Messages by the names of torch. An object is gathered, and broadcast, in two: its size, then its bytes.
@@ -39,7 +39,7 @@ class Marked(DDPTrainer):
     def optimizer_step(self) -> None:
         mark(UPDATE)
         super().optimizer_step()
-        agreement.time.now += self.seconds_per_step
+        stopping.time.now += self.seconds_per_step
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         mark(EVALUATION)
@@ -83,7 +83,7 @@ def trace(
 ) -> list[str]:
     """This rank's marks and messages, from the first window to the end of `fit`."""
     World.from_env()
-    agreement.time = Clock()  # type: ignore[assignment]
+    stopping.time = Clock()  # type: ignore[assignment]
     model = make()
     trainer = Marked(
         model,

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers import Ranks, Recorder, toy_trainer
-from trainer import World, launch
-from trainer.launch import Launch, agree_on_key
-from trainer.parcel import pack
+from trainer import World, launch, rendezvous
+from trainer.launch import Launch
+from trainer.rendezvous import agree_on_key
+from trainer.transport import pack
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS")
 
@@ -386,7 +387,7 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "set_device", self.note("set_device"))
         monkeypatch.setattr(dist, "init_process_group", self.note("init_process_group"))
         monkeypatch.setattr(dist, "barrier", self.note("barrier"))
-        monkeypatch.setattr("trainer.wrapper.DistributedDataParallel", self.wrap)
+        monkeypatch.setattr("trainer.ddp_wrapper.DistributedDataParallel", self.wrap)
 
     def note(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
@@ -596,7 +597,7 @@ def test_a_forked_process_does_not_take_its_parents_world_for_its_own(ranks: Ran
 def test_a_rank_that_keeps_another_waiting_is_named_after_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch, "_PATIENCE", 0.02)
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.02)
     with pytest.raises(TimeoutError):
         agree_on_key(FakeStore({}), 0, 3, timedelta(seconds=0.1))
     (record,) = caplog.records
@@ -656,3 +657,106 @@ def test_an_error_on_rank_0_is_its_own_though_nobody_is_there_to_be_told(monkeyp
     assert "gloo" in str(raised.value.__cause__)
     with pytest.raises(RuntimeError, match="gloo"):
         world.run_on_main(lambda: 1)
+
+
+def test_what_nccl_left_in_the_store_of_a_failed_attempt_is_removed(ranks: Ranks) -> None:
+    """It looks for that key beyond every prefix, and would end the next attempt minutes after its start."""
+
+    def open_world() -> bool:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        if os.environ["RANK"] == "0":
+            store.set("exception_dump", "of a dead rank")
+        World.from_env()
+        return store.check(["exception_dump"])
+
+    assert ranks(2, open_world) == [False, False]
+
+
+def test_ranks_on_different_devices_are_told_so_at_once() -> None:
+    """A node whose driver is broken: its ranks would wait over gloo, the others over NCCL."""
+    store, said = FakeStore({}), dict[int, str]()
+
+    def join(rank: int) -> None:
+        try:
+            agree_on_key(store, rank, 3, timedelta(seconds=10), "cpu" if rank == 2 else "cuda")
+        except RuntimeError as error:
+            said[rank] = str(error)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(said) == [0, 1, 2]
+    assert set(said.values()) == {said[0]}
+    assert said[0].startswith("the ranks compute on different devices: rank 0 on cuda, rank 2 on cpu. Does torch see the GPUs")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_consequence"),
+    [
+        (
+            "NCCL error in: x.cpp:1, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed.",
+            False,
+        ),
+        ("NCCL error in: x.cpp:1, invalid usage\nncclInvalidUsage: This usually reflects invalid usage of NCCL library", False),
+        ("NCCL error in: x.cpp:1, remote process exited or there was a network error\nncclRemoteError: A call failed", True),
+        ("NCCL error in: x.cpp:1, unhandled system error\nncclSystemError: System call (e.g. socket, malloc) failed", True),
+        ("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5) ran for 600000 milliseconds before timing out.", True),
+    ],
+)
+def test_an_error_of_nccl_s_is_a_rank_s_own_where_it_is_about_its_gpu(text: str, is_consequence: bool) -> None:
+    assert World.is_consequence(dist.DistBackendError(text)) is is_consequence
+
+
+GROUP_OF_NCCL = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("bound", "local_rank", "backends", "index"),
+    [
+        (torch.device("cuda", 3), 1, GROUP_OF_NCCL, 3),  # opened with device_id
+        (torch.device("cuda", 3), None, {"cuda": "nccl2"}, 3),
+        (None, 1, GROUP_OF_NCCL, 1),
+        (None, None, GROUP_OF_NCCL, 2),  # opened by mpirun or spawn, after torch.cuda.set_device
+    ],
+)
+def test_a_group_that_is_open_already_says_which_gpu(
+    monkeypatch: pytest.MonkeyPatch, bound: torch.device | None, local_rank: int | None, backends: dict[str, str], index: int
+) -> None:
+    machine = Machine(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert launch.device_of_group(None, bound, local_rank, backends) == torch.device("cuda", index)
+    assert machine.calls == [("set_device", (index,), {})]
+
+
+def test_after_an_error_that_every_rank_has_caught_the_next_trainer_has_all_of_the_world(ranks: Ranks, tmp_path: Path) -> None:
+    """A resume that is refused, and a fresh start: with names in errors, and a group that is closed in the end."""
+
+    def run() -> list[Any]:
+        with pytest.raises(FileNotFoundError), toy_trainer(4, batch_size=1, epochs=1) as trainer:
+            trainer.fit(resume_from=tmp_path / "missing.pt")
+        first = trainer.world
+        assert first.failed
+        with toy_trainer(4, batch_size=1, epochs=1) as trainer:
+            trainer.fit()
+            world, roll_call = trainer.world, trainer.world.roll_call
+            assert roll_call is not None
+            said = roll_call.ask(timed_out=False)
+        return [world is first, world.failed, said[0]["cause"], dist.is_initialized(), World.is_open()]
+
+    assert ranks(2, run) == [[True, False, [], False, False]] * 2
+
+
+def test_a_world_of_the_script_s_own_goes_on_after_an_error_that_every_rank_has_caught(ranks: Ranks, tmp_path: Path) -> None:
+    def run() -> tuple[bool, bool]:
+        world = World.from_env()
+        trainer = toy_trainer(4, batch_size=1, epochs=1)
+        with pytest.raises(FileNotFoundError):
+            trainer.fit(resume_from=tmp_path / "missing.pt")
+        trainer.fit()
+        failed = world.failed
+        world.close()
+        return failed, dist.is_initialized()
+
+    assert ranks(2, run) == [(False, False)] * 2

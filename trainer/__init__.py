@@ -4,21 +4,23 @@ Where things live, one file each:
 
 - What a script sees: `ddp_trainer` (the loop), `steps` (what it overrides), `config`, `state`, `callback`.
 - What is trained on: `train_data`, by a `plan` (windows and shares of ranks) and in an `order`; `data` (fetching), `stream`
-  (datasets without a length), `workers`, `ahead` (copies to the GPU), `randomness`.
-- A step: `replica` (this rank's model) and its `wrapper`, `weighting` (what a loss counts), `precision`, `schedule`, `capture`
-  (CUDA graphs), `batchnorm`.
-- Numbers: `metrics` (means), `meters` (such as torchmetrics'), `reports`, `evaluation`, `checksum` (of the parameters).
-- Processes: `world` (all communication), `launch` (who a process is), `parcel` (objects that travel).
-- How a run ends: `agreement` (together), `signals`, `failure` (what is said of an error), `roll_call` (who is still there).
-- Files: `checkpoint` (one), `folder` (a run's), `snapshot` (what it says of a run), `host_copy`.
-- What can be wrong before the first step: `checks`, `spelling`, `equality`; on a machine: `doctor` and its `checkup`.
+  (datasets without a length), `workers`, `prefetch` (copies to the GPU), `randomness`.
+- A step: `replica` (this rank's model), its `ddp_wrapper` and `model_use` (what a step does with it), `weighting` (what a loss
+  counts), `precision`, `schedule`, `cuda_graph`, `batchnorm`.
+- Numbers: `metrics` (means), `meters` (such as torchmetrics'), `reports`, `evaluation`, `prediction`, `checksum` (of parameters).
+- Processes: `world` (all communication), `coordination` (what stands on it), `launch` (who a process is), `rendezvous` (how they
+  meet, and who is still there),
+  `transport` (how objects and tensors travel).
+- How a run ends: `stopping` (together), `signals`, `failure` (what is said of an error).
+- Files: `checkpoint` (one), `checkpoint_folder` (a run's), `checkpoint_content` (what is in one), `model_keys`, `host_copy`.
+- What can be wrong: `checks` (arguments), `method_checks`, `rank_checks`; on a machine: `doctor` and its `doctor_checks`.
 """
 
 from .callback import Callback
 from .checkpoint import CheckpointError
+from .checkpoint_folder import CheckpointFolder
 from .config import TrainerConfig
 from .ddp_trainer import DDPTrainer
-from .folder import CheckpointFolder
 from .metrics import Mean
 from .state import TrainerState
 from .world import World

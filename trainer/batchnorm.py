@@ -32,7 +32,10 @@ def synchronized(model: nn.Module, world: World) -> nn.Module:
 
 
 def is_synchronized(model: nn.Module, world: World) -> bool:
-    """Whether the forwards of all ranks must meet. ValueError for layers that do, and a device on which they cannot."""
+    """Whether the model has SyncBatchNorm on several ranks, so that all must run as many forwards.
+
+    ValueError where it has, and the device cannot do it.
+    """
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if not layers or world.size == 1:
         return False

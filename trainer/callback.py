@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from .spelling import check_hooks
+from .method_checks import check_hooks
 
 if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
+    from .world import World
 
 _log = logging.getLogger("trainer")
 
@@ -61,7 +62,7 @@ class Callback:
         """When `fit` ends with an error: close files here. Nothing may communicate any more."""
 
     def for_other_ranks(self) -> dict[str, Any]:
-        """Attributes that the other ranks' copies of this callback, which see no hook, take over when `fit` has started.
+        """Attributes that the other ranks' copies of this callback, which see no hook, are given when `fit` has started.
 
         Name to picklable value: say, a folder that each rank has named by its own clock. Called on rank 0.
         """
@@ -75,24 +76,18 @@ class Callback:
         """Take back what `state_dict` gave, before `on_fit_start`."""
 
 
-class HookGuard(Protocol):
-    """Who is told which hook is running (`World`, which then refuses to communicate)."""
-
-    running_hook: str | None
-
-
 class Dispatcher:
     """Calls the callbacks, in the order given, on rank 0; on other ranks they only take over what it has shared.
 
     Raises (on every rank) TypeError for what is no `Callback`, ValueError for a name used twice.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], guard: HookGuard, active: bool) -> None:
+    def __init__(self, callbacks: Sequence[Callback], world: World) -> None:
         names: set[str] = set()
         if isinstance(callbacks, (str, bytes, Mapping)) or not isinstance(callbacks, Iterable):
             raise TypeError(f"callbacks must be a list of trainer.Callback instances, as in [ProgressBar()]; found {callbacks!r}")
-        self.callbacks = tuple(callbacks)
-        for callback in self.callbacks:
+        self._given = tuple(callbacks)
+        for callback in self._given:
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks must be instances of trainer.Callback; found {callback!r}")
             name: Any = callback.name
@@ -106,10 +101,8 @@ class Dispatcher:
             names.add(callback.name)
             check_hooks(callback, Callback)
         self._names = names
-        self._active = active
-        self._given = self.callbacks
-        self.callbacks = self.callbacks if active else ()
-        self._guard = guard
+        self._world = world  # which refuses to communicate while it is told that a hook runs
+        self.callbacks = self._given if world.is_main else ()
         # The hooks of every step cost nothing where nobody overrides them.
         self._watch_steps, self._watch_safe_points = (
             any(getattr(getattr(callback, hook), "__func__", None) is not getattr(Callback, hook) for callback in self.callbacks)
@@ -126,7 +119,7 @@ class Dispatcher:
 
     def take_over(self, shared: Mapping[str, dict[str, Any]]) -> None:
         """Give the callbacks of ranks other than 0, which see no hook, what rank 0's `on_fit_start` returned."""
-        if not self._active:
+        if not self._world.is_main:
             for callback in self._given:
                 vars(callback).update(shared.get(callback.name, {}))
 
@@ -174,13 +167,13 @@ class Dispatcher:
 
         self._run("load_state_dict", load)
         unknown = sorted(set(state) - self._names)
-        if unknown and self._active:  # one line, not one a rank
+        if unknown and self._world.is_main:  # one line, not one a rank
             _log.warning("ignored the checkpoint's state of callbacks that this trainer has not: %s", ", ".join(unknown))
 
     def _run(self, hook: str, call: Callable[[Callback], None], metrics: Mapping[str, float] | None = None) -> None:
-        outer = self._guard.running_hook  # a state_dict is often asked for inside another hook
+        outer = self._world.running_hook  # a state_dict is often asked for inside another hook
         for callback in self.callbacks:
-            self._guard.running_hook = f"{callback.name}.{hook}"
+            self._world.running_hook = f"{callback.name}.{hook}"
             try:
                 call(callback)
             except KeyError as error:
@@ -188,7 +181,7 @@ class Dispatcher:
                     error.add_note(_of_metrics(metrics))  # from Python 3.11 on
                 raise
             finally:
-                self._guard.running_hook = outer
+                self._world.running_hook = outer
 
 
 def _of_metrics(metrics: Mapping[str, float]) -> str:

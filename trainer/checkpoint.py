@@ -11,7 +11,7 @@ import time
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -26,14 +26,12 @@ UNFINISHED = ".tmp"
 """What the name of a file ends in until it is whole."""
 
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)  # says nothing of the file
-_COMPILED = "_orig_mod"  # what a compiled module calls the module inside
-_WRAPPER = "module."  # before the keys of a model that was saved in DistributedDataParallel
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size, torch.dtype, torch.device)  # no bytes: b"" is not loaded
 
 
 class Writes:
-    """Of this process: how many seconds the last one took, and the threads that are at one."""
+    """This process's writes of checkpoints: the seconds that the last one took, and the threads that are at one now."""
 
     last_seconds = 0.0
     under_way: ClassVar[set[int]] = set()
@@ -124,40 +122,11 @@ def peek(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def plain_key(key: str) -> str:
-    """The key of a model's parameter or buffer without what torch.compile puts into it."""
-    return ".".join(part for part in key.split(".") if part != _COMPILED)
-
-
-def plain_keys(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's ``state_dict()`` under `plain_key`s."""
-    return renamed(state, plain_key) if any(_COMPILED in key for key in state) else state
-
-
-def renamed(state: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """A model's ``state_dict()`` under other keys, with the version of each module, whose names are renamed alike."""
-    result = OrderedDict((rename(key), value) for key, value in state.items())
-    versions = getattr(state, "_metadata", {})
-    vars(result)["_metadata"] = OrderedDict((rename(key), value) for key, value in versions.items())
-    return result
-
-
-def in_keys_of(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """`saved` under the keys of `own`, both of them a model's ``state_dict()``, whichever of the two was wrapped or compiled."""
-    wanted, cleaned = plain_keys(own), plain_keys(saved)
-    while cleaned.keys() != wanted.keys() and cleaned and all(key.startswith(_WRAPPER) for key in cleaned):
-        cleaned = renamed(cleaned, lambda key: f"{key}.".removeprefix(_WRAPPER).removesuffix("."))  # "module" itself to ""
-    if not wanted.keys() & cleaned.keys():
-        return dict(saved)  # of another model: the error names the file's own keys
-    names = {plain_key(key): key for key in [*getattr(own, "_metadata", {}), *own]}
-    return renamed(cleaned, lambda key: names.get(key, key))
-
-
 def check_plain(content: Mapping[str, Any]) -> None:
     """TypeError naming the first value that `read` would refuse: only tensors and plain values load without running code."""
-    if (place := _not_plain(content, "")) is not None:
+    if (found := _not_plain(content, "")) is not None:
         raise TypeError(
-            f"cannot be saved in a checkpoint: {place}. Only tensors, numbers, text, None, and lists, tuples, sets and dicts of "
+            f"cannot be saved in a checkpoint: {found}. Only tensors, numbers, text, None, and lists, tuples, sets and dicts of "
             "them can be loaded without running code; convert it, as with float(...), str(...) or .tolist()"
         )
 

@@ -1,4 +1,4 @@
-"""What can be wrong with a trainer's arguments, found before anything has cost time, and the same on every rank."""
+"""What is checked of a trainer's arguments, before anything has cost time, and of what its steps are given and return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 
 from .config import TrainerConfig
 from .data import LOADER_OPTIONS
-from .failure import saying
+from .failure import with_text
 from .metrics import Mean
 from .plan import Plan
 from .state import TrainerState
@@ -261,7 +261,7 @@ def summarized(summarize: Callable[[dict[str, float]], Any], means: dict[str, fl
             f"summarize raised {type(error).__name__}: {error}, given {given}. It is called for training reports, for an epoch's "
             "means and for evaluations, also where numbers have grown without bounds"
         )
-        raise saying(text, error) from error
+        raise with_text(text, error) from error
     if not isinstance(metrics, dict):
         found = "None (is a return missing?)" if metrics is None else _kind(metrics)
         raise TypeError(f"summarize must return the metrics, a dict of numbers by name; it returned {found}")
@@ -289,7 +289,7 @@ def check_trained(model: nn.Module, optimizer: Optimizer, is_main: bool) -> None
 
 
 def warn_before_fit(model: nn.Module, state: TrainerState, is_finished: bool, is_main: bool) -> None:
-    """Of what a person may not have meant: on rank 0.
+    """Warn, on rank 0, of what was probably not meant.
 
     A run that is resumed after its end, or a second `fit`, takes no step. And `fit` leaves modes alone, so that frozen parts stay
     frozen; a whole model in evaluation mode was probably forgotten.

@@ -35,8 +35,8 @@ def per_parameter(parameters: Sequence[Tensor]) -> Tensor:
 def words(parameters: Sequence[Tensor]) -> Tensor:
     """The fingerprint w as four 20-bit words and their squares: float64 of shape (8,), made to be summed over ranks."""
     sums = per_parameter(parameters)
-    factors, places = _constants(len(parameters), sums.device)
-    parts = (((sums * factors).sum() >> places) & ((1 << _BITS) - 1)).double()
+    factors, shifts = _constants(len(parameters), sums.device)
+    parts = (((sums * factors).sum() >> shifts) & ((1 << _BITS) - 1)).double()
     return torch.cat([parts, parts * parts])
 
 
@@ -54,7 +54,7 @@ def _weights(device: torch.device) -> Tensor:
 
 @functools.cache
 def _constants(parameters: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """An odd factor for each parameter, so that two which swap their values are noticed; the places of the words."""
+    """An odd factor for each parameter, so that two which swap their values are noticed; the bit shifts of the words."""
     numbers = random.Random(parameters)
     factors = [numbers.getrandbits(62) | 1 for _ in range(parameters)]
     return torch.tensor(factors, device=device), torch.arange(_WORDS, device=device) * _BITS

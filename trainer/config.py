@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Schedule = Literal["step", "epoch", "eval"]
-Precision = Literal["fp32", "bf16", "fp16"]
+ScheduleUnit = Literal["step", "epoch", "eval"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
 Compression = Literal["fp16", "bf16"]
 OnNonfinite = Literal["stop", "warn"]
 
@@ -39,14 +39,14 @@ class TrainerConfig:
     """Steps between evaluations. None: at each epoch's end and at the planned end of the run."""
     log_every: int = 10
     """Steps between reports; the planned last step reports too."""
-    schedule: Schedule = "step"
+    schedule: ScheduleUnit = "step"
     """When the scheduler moves: after every optimizer step, every epoch, or every evaluation that `fit` runs. "eval" gives
     the value of `monitor` to a ReduceLROnPlateau."""
     monitor: str = "loss"
     """The key of the evaluation that `schedule="eval"` follows; with several evaluation sets `name/key`."""
     max_grad_norm: float | None = None
     """Gradients are scaled down to this L2 norm (over all parameters, of the whole window's gradient), above 0."""
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
     """What the steps compute in: fp32, or autocast to bf16 or fp16 (the latter with loss scaling)."""
     scaler_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for `torch.amp.GradScaler`, with ``precision="fp16"``."""
@@ -91,8 +91,8 @@ class TrainerConfig:
                 "cuda_graph=True excludes precision='fp16', whose updates the host decides about (bf16 works), and "
                 "find_unused_parameters: a recording uses the same parameters every time"
             )
-        self._check_choice("schedule", get_args(Schedule))
-        self._check_choice("precision", get_args(Precision))
+        self._check_choice("schedule", get_args(ScheduleUnit))
+        self._check_choice("precision", get_args(PrecisionName))
         self._check_choice("on_nonfinite", get_args(OnNonfinite))
         self._check_choice("gradient_compression", (*get_args(Compression), None))
         self._check_positive("max_grad_norm", "None switches clipping off")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.utils.data import (
 )
 
 from .order import Order
-from .randomness import SET_EPOCH, mix, seed_generators
+from .randomness import SET_EPOCH, seed_for
 from .workers import loader_options, started
 
 LOADER_OPTIONS = (
@@ -84,7 +85,7 @@ class _Batches(Dataset[Any]):
     """Answers a `Request` with a collated batch; every sample is fetched under its own random numbers."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None, seed: int | None, purpose: int) -> None:
-        self.of_user = dataset
+        self.user_dataset = dataset
         self._collate = collate or default_collate
         self._seed = seed
         self._purpose = purpose
@@ -93,28 +94,30 @@ class _Batches(Dataset[Any]):
     @property
     def are_rows(self) -> bool:
         """Whether the samples are rows of tensors, and a batch nothing but some of them: then `rows` may be asked."""
-        return self._collate is default_collate and type(_innermost(self.of_user, [])[0]) is TensorDataset
+        return self._collate is default_collate and type(_innermost(self.user_dataset, [])[0]) is TensorDataset
 
     def rows(self, asked: Iterator[Request]) -> Iterator[list[Tensor]]:
-        """The batches asked for, on the device that the tensors are on; it is sent the places of many batches at once."""
+        """The batches asked for, on the device that the tensors are on; it is sent the indices of many batches at once."""
         while chunk := [indices for _, _, indices in islice(asked, _AT_ONCE)]:
-            dataset, indices = _innermost(self.of_user, list(chain.from_iterable(chunk)))
+            dataset, indices = _innermost(self.user_dataset, list(chain.from_iterable(chunk)))
             tensors: tuple[Tensor, ...] = dataset.tensors
-            places = np.array(indices)
-            if dataset is not self.of_user and places.dtype.kind in "iu":  # indices of any such type, also from the end
-                places = places.astype(np.int64, copy=False)
-                places += (places < 0) * len(dataset)
-            there = {device: torch.from_numpy(places).to(device) for device in {tensor.device for tensor in tensors}}
+            rows = np.array(indices)
+            if (
+                dataset is not self.user_dataset and rows.dtype.kind in "iu"
+            ):  # a Subset's may be of any integer type, and negative
+                rows = rows.astype(np.int64, copy=False)
+                rows += (rows < 0) * len(dataset)
+            there = {device: _sent(torch.from_numpy(rows), device) for device in {tensor.device for tensor in tensors}}
             parts = [torch.split(there[tensor.device], [len(indices) for indices in chunk]) for tensor in tensors]
             for columns in zip(*parts, strict=True):
                 yield [tensor.index_select(0, part) for tensor, part in zip(tensors, columns, strict=True)]
 
     def __getitem__(self, request: Request) -> Any:
         epoch, positions, indices = request
-        dataset: Any = self.of_user
-        if epoch not in (self._epoch, NO_EPOCH):  # said here, where living workers hear it too
+        dataset: Any = self.user_dataset
+        if epoch not in (self._epoch, NO_EPOCH):  # here, because living workers have a copy of the dataset
             self._epoch = epoch
-            tell(dataset, epoch, self._seed)
+            tell_epoch(dataset, epoch, self._seed)
         if self.are_rows:
             return next(self.rows(iter([request])))
         dataset, indices = _innermost(dataset, indices)
@@ -122,14 +125,14 @@ class _Batches(Dataset[Any]):
         of: Any = indices
         try:
             if _answers_batches(dataset):  # draws per batch
-                self._seed_for(epoch, positions[0])
+                seed_for(self._purpose, self._seed, epoch, positions[0])
                 samples = dataset.__getitems__(indices)
                 if isinstance(samples, list) and len(samples) != len(indices):  # else they are collated already
                     raise ValueError(f"__getitems__ must return every sample asked for: {len(indices)}; found {len(samples)}")
             else:
                 for position, index in zip(positions, indices, strict=True):
                     call, of = "__getitem__", index
-                    self._seed_for(epoch, position)
+                    seed_for(self._purpose, self._seed, epoch, position)
                     samples.append(dataset[index])
             call, of = "collate_fn", indices
             return self._collate(samples)
@@ -138,18 +141,13 @@ class _Batches(Dataset[Any]):
                 error.add_note(f"({type(dataset).__name__}: {call} of {of}, in {_named(epoch)})")
             raise
 
-    def _seed_for(self, epoch: int, position: int) -> None:
-        if self._seed is not None:
-            seed_generators(mix(self._purpose, self._seed, epoch, position))
 
-
-def tell(dataset: Any, epoch: int, seed: int | None) -> None:
+def tell_epoch(dataset: Any, epoch: int, seed: int | None) -> None:
     """Tell every dataset that has a `set_epoch`, also inside of torch's own combinations, which epoch it is.
 
     What it draws there, such as an order of its own, is the same in every rank and worker, and after a resume.
     """
-    if seed is not None:
-        seed_generators(mix(SET_EPOCH, seed, epoch))
+    seed_for(SET_EPOCH, seed, epoch)
     _tell(dataset, epoch)
 
 
@@ -186,6 +184,19 @@ def _answers_batches(dataset: Any) -> bool:
     return callable(getattr(dataset, "__getitems__", None))
 
 
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`, for which the host does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    """``batch.to(device)``, without waiting for a GPU where its `to` knows of that."""
+    if device.type == "cuda":
+        with suppress(TypeError):
+            return batch.to(device, non_blocking=True)
+    return batch.to(device)
+
+
 def unchanged(batch: Any) -> Any:
     """A `collate_fn` for what is collated already."""
     return batch
@@ -205,7 +216,7 @@ def to_device(batch: Any, device: torch.device, channels_last: bool = False) -> 
         return [to_device(value, device, channels_last) for value in batch]
     # PackedSequence, tokenizer outputs, graphs, ...; a mapping's attributes may be its keys
     if callable(getattr(type(batch) if isinstance(batch, Mapping) else batch, "to", None)):
-        moved = batch.to(device)
+        moved = _moved(batch, device)
         return batch if moved is None else moved  # None: it has moved itself
     if isinstance(batch, MutableMapping):
         mapping = copy.copy(batch)

@@ -14,23 +14,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
-from . import checks, equality, folder, snapshot
-from .agreement import StopAgreement
+from . import checkpoint_content, checkpoint_folder, checks, rank_checks
 from .callback import Callback, Dispatcher
-from .capture import Capture
 from .config import TrainerConfig
-from .evaluation import Parts, evaluate, predict
-from .failure import calling, explained, named, place, told
+from .cuda_graph import CudaGraphs
+from .evaluation import evaluate
+from .failure import collective_call, explain, report_failure, resume_point, set_names
+from .method_checks import check_methods
 from .metrics import as_mapping
 from .plan import Window
 from .precision import Precision
-from .randomness import STEP, mix, seed_generators
+from .prediction import predict
+from .randomness import STEP, seed_for
 from .replica import Replica
 from .reports import Reporter
 from .schedule import Schedule
-from .spelling import check_methods
 from .state import TrainerState
 from .steps import Steps
+from .stopping import StopAgreement
 from .train_data import TrainData
 from .weighting import Weighting
 from .world import World
@@ -98,30 +99,29 @@ class DDPTrainer(Steps):
         world: World | None = None,
     ) -> None:
         checks.check_model(model, optimizer)
-        check_methods(self, DDPTrainer)
+        check_methods(self, DDPTrainer, Steps)
         self.config = TrainerConfig() if config is None else config
         checks.check_settings(self.config, world, loss_fn)
         self._opened_world = world is None and not World.is_open()
         self.world = World.from_env() if world is None else world
-        self.world.outside_hook("DDPTrainer")
-        self._replica = Replica(model.to(self.world.device), self.world, self.config)
+        self.world.check_outside_hook("DDPTrainer")
+        self._replica = Replica(model, optimizer, self.world, self.config)
         self.model, self.optimizer, self.state = self._replica.model, optimizer, TrainerState()
         self.loss_fn = loss_fn.to(self.world.device) if isinstance(loss_fn, nn.Module) else loss_fn  # it may hold class weights
         with self.world.together():  # what is wrong on one rank is an error on all
             self.eval_sets = checks.named_sets(eval_data, "eval_data")
-            self._train = TrainData(train_data, sampler, loader_options, self.config, self.world.rank, self.world.size)
+            self._train = TrainData(train_data, sampler, loader_options, self.config, self.world)
             if train_data is not None and loss_fn is None and type(self).training_step is Steps.training_step:
                 raise ValueError(checks.NO_LOSS_FN)
             self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self.eval_sets))
-            self._hooks = Dispatcher(callbacks, self.world, active=self.world.is_main)
+            self._hooks = Dispatcher(callbacks, self.world)
         self.scheduler, self.callbacks = self._schedule.scheduler, self._hooks.callbacks
         self._precision = Precision(self.config.precision, self.world.device, self.config.scaler_options)
         self._replica.check_windows(self._train.window_sizes)
-        self._parts = Parts(self._replica, self._precision)
-        self._capture = Capture(self.world, self.config, self._train.window_size)
+        self._graphs = CudaGraphs(self.world, self.config, self._train.window_size)
         self._agreement = StopAgreement(self.world, self.config.log_every, self.config.max_minutes)
-        equality.agree(self.world, self.model, train_data, self._train.samples, self.eval_sets, self.config)
-        self._replica.align()
+        rank_checks.check_same_on_all_ranks(self.world, self.model, train_data, self._train.samples, self.eval_sets, self.config)
+        self._replica.broadcast_state()
 
     # ---------------------------------------------------------------------------------------------- called on every rank
 
@@ -134,17 +134,17 @@ class DDPTrainer(Steps):
 
         Returns `state`, the same on every rank, after every hook of `on_fit_end` has finished. An exception ends the whole job.
         """
-        self.world.ready("fit")
-        end = partial(told, trainer=self, hooks=self._hooks, agreement=self._agreement)
+        self.world.check_usable("fit")
+        end = partial(report_failure, trainer=self, hooks=self._hooks, agreement=self._agreement)
         try:
-            with calling("fit", self.world, end, place(self.state)), torch.enable_grad():
+            with collective_call("fit", self.world, end, resume_point(self.state)), torch.enable_grad(), self._graphs.on_stream():
                 self._begin(resume_from)
                 while not (self.finished or self.state.stop_reason is not None):
                     self._fit_epoch()
                 self.world.run_on_main(lambda: self._hooks.on_fit_end(self))
         finally:
             self._agreement.close()
-            self._capture.release()
+            self._graphs.release()
             self._replica.release()
         return self.state
 
@@ -154,15 +154,16 @@ class DDPTrainer(Steps):
         Every sample counts exactly once, at any world and batch size. Keys are those of `eval_step`; with a mapping of datasets
         ``name/key``. Fires no hook, moves no scheduler; modes and random state are put back. Raises ValueError without data.
         """
-        self.world.ready("evaluate")
-        self._replica.check_meeting("evaluate")
+        self.world.check_usable("evaluate")
+        self._replica.use.check_meeting("evaluate")
         sets = self.eval_sets if data is None else checks.named_sets(data, "data")
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
-        with calling("evaluate", self.world, partial(explained, trainer=self), named(sets)):
+        with collective_call("evaluate", self.world, partial(explain, trainer=self), set_names(sets)):
             for name, dataset in sets.items():
-                means = checks.summarized(self.summarize, evaluate(self, self._parts, dataset, self._train.options))
+                means = evaluate(self, self._replica, self._precision, dataset, self._train.options)
+                means = checks.summarized(self.summarize, means)
                 metrics |= {f"{name}/{key}" if name else key: value for key, value in means.items()}
         return metrics
 
@@ -171,15 +172,15 @@ class DDPTrainer(Steps):
 
         Batches are joined: tensors and arrays along their first dimension, lists one after another, tuples and mappings by field.
         """
-        self.world.ready("predict")
-        self._replica.check_meeting("predict")
+        self.world.check_usable("predict")
+        self._replica.use.check_meeting("predict")
         checks.check_dataset(data, "data")
-        with calling("predict", self.world, partial(explained, trainer=self)):
-            return predict(self, self._parts, data, self._train.options)
+        with collective_call("predict", self.world, partial(explain, trainer=self)):
+            return predict(self, self._replica, self._precision, data, self._train.options)
 
     def close(self) -> None:
         """Let go of the DDP wrapper, and close the world if this trainer opened it. Also at the end of a ``with`` block."""
-        self.world.outside_hook("close")
+        self.world.check_outside_hook("close")
         self._replica.release()
         if self._opened_world:
             self.world.close()
@@ -213,7 +214,7 @@ class DDPTrainer(Steps):
 
     @property
     def epoch_step(self) -> int:
-        """Windows trained on in the current epoch (in fp16 those of skipped updates too); 0 after an epoch's last."""
+        """Windows trained on in this epoch, 0 after its last (skipped updates too; of a sharded stream as if all were whole)."""
         return self.state.epoch_samples // self._train.window_size
 
     @property
@@ -225,12 +226,13 @@ class DDPTrainer(Steps):
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds: plain values and tensors (not copied). On rank 0, where the callbacks are, it is complete."""
-        return snapshot.take(self, self._run_config(), self._precision, self._hooks) | self._train.state_dict(self.state)
+        of_order = self._train.state_dict(self.state)
+        return checkpoint_content.take(self, self._run_config(), self._precision, self._hooks) | of_order
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave, the same on every rank. ValueError, with nothing changed, where it does not fit."""
         self._train.check_shards(state)
-        snapshot.restore(self, state, self._run_config(), self._precision, self._hooks)
+        checkpoint_content.restore(self, state, self._run_config(), self._precision, self._hooks)
         self._train.load_state_dict(state)
 
     # ------------------------------------------------------------------------------------------------------- the loop
@@ -239,32 +241,30 @@ class DDPTrainer(Steps):
         self.before_epoch()
         if self._replica.refresh():
             checks.check_trained(self.model, self.optimizer, self.world.is_main)
-        self._capture.refresh(self.model)
-        window = None
+        self._graphs.refresh(self.model, self.optimizer)
         for window, batches in self._train.windows(self.state):
-            updated = self._step(window, batches)
-            self._settle(window, updated)
+            self._settle(window, self._step(window, batches))
             if self.finished or self.state.stop_reason is not None:
                 return
-        checks.check_some(window)
 
     def _step(self, window: Window, batches: Iterable[Any]) -> bool:
         """One optimizer update; False when fp16 gradients overflowed, and it was skipped on all ranks."""
         self._replica.begin_window(window)
-        self._capture.begin_window(window, self._replica.trainable)
+        self._graphs.begin_window(window, self._replica.trainable)
         for number, (share, batch) in enumerate(zip(window.micro_batches, batches, strict=True)):
-            if self.config.seed is not None:  # after the fetch, which draws from the same generators
-                seed_generators(mix(STEP, self.config.seed, self.state.window, number, self.world.rank), self.world.device)
+            # After the fetch, which draws from the same generators.
+            seed_for(STEP, self.config.seed, self.state.window, number, self.world.rank, device=self.world.device)
             batch = self.prepare_batch(batch)
             last = number == len(window.micro_batches) - 1
-            output = self._capture.run_pass(self._pass, batch, len(share), window, last)
+            output = self._graphs.run_pass(self._pass, batch, len(share), window, last)
             self._reporter.add(output, len(share))
             del output  # a value that still has a graph would keep it alive through the next forward
         self._replica.end_window(window)
         self._precision.unscale(self.optimizer, self._replica.trainable)
         self._weighting.normalize(self._replica.trainable, window)
         self._reporter.note_rates(self.optimizer)
-        updated, self._reporter.grad_norm = self._capture.run_update(self._update, self.optimizer)
+        updated, norm = self._graphs.run_update(self._update, self.optimizer)
+        self._reporter.grad_norm = norm
         if updated:
             self._schedule.after("step")
         return updated
@@ -272,10 +272,10 @@ class DDPTrainer(Steps):
     def _pass(self, batch: Any, samples: int, window: Window, last: bool) -> Mapping[str, Any]:
         """Forward and backward of one micro-batch; what `training_step` returned."""
         with self._precision.autocast():
-            output = as_mapping(self.training_step(self._replica.handed(last), batch), "training_step")
+            output = as_mapping(self.training_step(self._replica.use.model_for(last), batch), "training_step")
         loss = checks.check_loss(output)
         if last:
-            self._replica.require_call()
+            self._replica.use.require_call()
         self._precision.scale(self._weighting.weigh(loss, samples, window)).backward()  # type: ignore[no-untyped-call]
         return output
 
@@ -286,7 +286,7 @@ class DDPTrainer(Steps):
             norm = nn.utils.clip_grad_norm_(trainable, self.config.max_grad_norm)
         if updated := not self._precision.overflowed(self.optimizer):
             self.optimizer_step()
-        self._capture.zero_gradients(trainable)
+        self._graphs.zero_gradients(trainable)
         return updated, norm
 
     def _settle(self, window: Window, updated: bool) -> None:
@@ -300,12 +300,12 @@ class DDPTrainer(Steps):
             state.epoch, state.epoch_samples = state.epoch + 1, 0
             self._schedule.after("epoch")
         finished = self.finished
-        self._reporter.end_step(state.step + (not updated), window.size)
+        self._reporter.end_step(state.step if updated else state.step + 1, window.size)
         report_due = updated and (finished or state.step % config.log_every == 0)
         due = (window.last or finished) if config.eval_every is None else (updated and state.step % config.eval_every == 0)
         evaluation_due = due and bool(self.eval_sets)
         if report_due or window.last:
-            self._reporter.reduce(state, self._weighting.take_empty_windows())
+            self._reporter.reduce(state, self._weighting.pop_empty_windows())
         try:
             if updated:
                 self._hooks.on_step(self, self._report() if report_due else {})
@@ -314,7 +314,7 @@ class DDPTrainer(Steps):
         if evaluation_due:
             self._hooks.on_eval(self, self._evaluate())
         if window.last:
-            self._hooks.on_epoch_end(self, checks.summarized(self.summarize, self._reporter.take_epoch()))
+            self._hooks.on_epoch_end(self, checks.summarized(self.summarize, self._reporter.pop_epoch()))
         reason = self._agreement.settle(state.window, report_due or evaluation_due or window.last, finished)
         state.stop_reason = None if finished else reason  # on a planned end nobody was stopped
         if updated or window.last or reason is not None:
@@ -325,19 +325,19 @@ class DDPTrainer(Steps):
     def _begin(self, resume_from: str | Path | None) -> None:
         """Everything before the first step. What rank 0 finds wrong is raised on every rank."""
         # Rank 0's resume_from counts: where only it sees the folder, a script may have passed None on the others.
-        content = self.world.run_on_main(lambda: None if resume_from is None else folder.find(resume_from))
+        content = self.world.run_on_main(lambda: None if resume_from is None else checkpoint_folder.find(resume_from))
         if content is not None:
             self.load_state_dict(content)
         self.state.stop_reason = None
         checks.warn_before_fit(self.model, self.state, self.finished, self.world.is_main)
-        self._train.open(self.world, prepares=type(self).prepare_batch is not Steps.prepare_batch)
+        self._train.open(own_transfer=type(self).prepare_batch is not Steps.prepare_batch)
         self._weighting = Weighting(self.world, uneven=self._train.shards_itself)
         self._agreement.open(self.state.window)
         self._hooks.take_over(self.world.run_on_main(lambda: self._hooks.on_fit_start(self)))
         self._reporter = Reporter(self.world, self._replica, self.config)  # last, as its clock starts
 
     def _report(self) -> dict[str, float]:
-        return checks.summarized(self.summarize, self._reporter.take_report(bool(self._weighting.by_items)))
+        return checks.summarized(self.summarize, self._reporter.pop_report(bool(self._weighting.by_items)))
 
     def _evaluate(self) -> dict[str, float]:
         with self._reporter.pause(), self._agreement.evaluating():

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch
 
 from . import World
-from .checkup import BUG, CHECKS, DEPENDENT, Wrong
+from .doctor_checks import BUG, CHECKS, DEPENDENT, CheckFailed
 
 _PREFIXES = ("OMP_", "MKL_", "MASTER_", "NCCL_", "GLOO_", "CUDA_", "SLURM_NTASKS", "TORCH_NCCL_", "TORCHELASTIC_RUN_ID")
 _GONE = "see what the other ranks say; a firewall? NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network to use"
@@ -61,7 +61,7 @@ def attempt(world: World, name: str, check: Callable[[World], str]) -> bool:
     detail, fault = "", None
     try:
         detail = check(world)
-    except Wrong as wrong:
+    except CheckFailed as wrong:
         fault = str(wrong)
     faults = world.gather(fault)
     if world.is_main:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import traceback
@@ -12,20 +13,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import workers
-from .roll_call import CAUSE, LATE, LEFT
+from .rendezvous import CAUSE, CLOSED, TIMED_OUT
 
 if TYPE_CHECKING:
-    from .agreement import StopAgreement
     from .callback import Dispatcher
     from .ddp_trainer import DDPTrainer
     from .state import TrainerState
+    from .stopping import StopAgreement
     from .world import World
 
 _WRAPPER = "(?:DistributedDataParallel|_StandIn)"
 _HIDDEN = re.compile(rf"'{_WRAPPER}' object has no attribute '(\w+)'")
 _NO_LIST = re.compile(rf"'{_WRAPPER}' object is not (?:subscriptable|iterable)|cannot unpack non-iterable {_WRAPPER} object")
 _PATIENCE = 0.2  # seconds for the hooks to close their files, before torchrun is told
-_PHASES = {  # by the function that was running; before those, whatever names a script has for its own
+_HOME = os.path.dirname(__file__)
+_PHASES = {  # by the function of this package that was running; the first that fits counts
     "_step": "in a training step",
     "_check_calls": "for the other ranks",
     "_draw_sampler": "for rank 0, which draws the sampler's order",
@@ -39,29 +41,33 @@ _PHASES = {  # by the function that was running; before those, whatever names a 
 }
 
 
-def place(state: TrainerState) -> str:
+def resume_point(state: TrainerState) -> str:
     """From where a run goes on; empty at its start."""
     return f" after step {state.step}, sample {state.samples}" if state.samples else ""
 
 
-def named(sets: Mapping[str, Any]) -> str:
+def set_names(sets: Mapping[str, Any]) -> str:
     """Which sets are evaluated, in order; empty for a single one without a name."""
     return f" of {', '.join(sets)}" if any(sets) else ""
 
 
 @contextmanager
-def calling(call: str, world: World, told: Callable[[BaseException], BaseException], detail: str = "") -> Iterator[None]:
-    """A call that every rank must make, with the same `detail`; what is raised in it is raised as `told` has it.
+def collective_call(
+    call: str, world: World, on_error: Callable[[BaseException], BaseException], detail: str = ""
+) -> Iterator[None]:
+    """A call that every rank must make, with the same `detail`; an error leaves it as ``on_error(error)``.
 
-    Raises RuntimeError on every rank where they make different ones. An error of an evaluation in `fit` is told by that.
+    Inside an evaluation that `fit` runs, that is left to `fit`. Raises RuntimeError on every rank where their calls differ.
     """
     outer, world.running_call = world.running_call, call
     try:
         if outer is None:
             _check_calls(call + detail, world)
+            if world.failed:
+                world.recover()
         yield
     except BaseException as raised:
-        error = told(raised) if outer is None or call == "fit" else raised
+        error = on_error(raised) if outer is None or call == "fit" else raised
         if error is raised:
             raise
         try:
@@ -72,19 +78,19 @@ def calling(call: str, world: World, told: Callable[[BaseException], BaseExcepti
         world.running_call = outer
 
 
-def told(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement: StopAgreement) -> BaseException:
-    """Tell the callbacks and torchrun of what ends `fit`; returns it with more said, where there is more to say."""
-    workers.let_go()
+def report_failure(error: BaseException, trainer: DDPTrainer, hooks: Dispatcher, agreement: StopAgreement) -> BaseException:
+    """Report what ends `fit` to the callbacks and torchrun; returns it, explained where there is more to say."""
+    workers.dismiss()
     consequence = trainer.world.is_consequence(error)
-    is_cause = not consequence and error is not trainer.world.copied
+    is_cause = not consequence and error is not trainer.world.remote_error
     if is_cause:
-        error = explained(error, trainer)
+        error = explain(error, trainer)
     with _recorded_meanwhile(error, trainer.world) if is_cause else nullcontext():
         hooks.on_exception(trainer, error)
     agreement.close()  # from here on torchrun may end this process at once
     if consequence:
         agreement.obey()
-        error = explained(error, trainer)
+        error = explain(error, trainer)
     if not is_cause:
         trainer.world.record_failure(error)
     return error
@@ -99,6 +105,8 @@ def _recorded_meanwhile(error: BaseException, world: World) -> Iterator[None]:
         if is_told.acquire(blocking=False):
             world.record_failure(error)
 
+    if isinstance(error, torch.AcceleratorError):  # NCCL's watchdog sees it too, and ends this process
+        tell()
     timer = threading.Timer(_PATIENCE, tell)
     timer.daemon = True
     with suppress(RuntimeError):  # there may be no more threads, which may be the error itself
@@ -112,16 +120,16 @@ def _recorded_meanwhile(error: BaseException, world: World) -> Iterator[None]:
         tell()
 
 
-def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
+def explain(error: BaseException, trainer: DDPTrainer) -> BaseException:
     """`error`, or where more can be said than that, one of the same type that also says it. Local.
 
     Takes up to two seconds where a collective has failed: the other ranks are asked, in the store.
     """
     text = None
     if trainer.world.is_consequence(error):
-        text = _of_others(error, trainer)
+        text = _explain_lost_ranks(error, trainer)
     elif isinstance(error, AttributeError):
-        text = _of_hidden_attribute(error)
+        text = _explain_hidden_attribute(error)
     elif isinstance(error, TypeError) and _NO_LIST.search(str(error)):
         text = (
             f"{error}: the model that training_step is given may be wrapped, and can only be called; its parts are self.model's. "
@@ -133,11 +141,11 @@ def explained(error: BaseException, trainer: DDPTrainer) -> BaseException:
             "module.; take those of self.model"
         )
     elif isinstance(error, RuntimeError):
-        text = _of_memory(error, trainer)
-    return error if text is None else saying(text, error)
+        text = _explain_memory(error, trainer)
+    return error if text is None else with_text(text, error)
 
 
-def saying(text: str, error: BaseException) -> BaseException:
+def with_text(text: str, error: BaseException) -> BaseException:
     """An error of the type of `error` with that text, or of the nearest type that takes one."""
     for kind in type(error).__mro__:
         with suppress(Exception):
@@ -160,13 +168,13 @@ def _check_calls(call: str, world: World) -> None:
         )
 
 
-def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
-    """This rank's own part is only that it waited."""
-    roll_call, timed_out = trainer.world.roll_call, "Timed out" in str(error)
+def _explain_lost_ranks(error: BaseException, trainer: DDPTrainer) -> str:
+    """For a rank whose collective failed, and which only waited: what it waited for, and which rank is to blame."""
+    roll_call, timed_out = trainer.world.roll_call, re.search("[Tt]im(ed|ing) out", str(error)) is not None
     said, silent = ({}, []) if roll_call is None else roll_call.ask(timed_out)
-    causes, left, gave_up = (", ".join(map(str, said.get(why, []))) for why in (CAUSE, LEFT, LATE))
-    names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    phase = next((words for function, words in _PHASES.items() if function in names), "between two steps")
+    causes, left, gave_up = (", ".join(map(str, said.get(why, []))) for why in (CAUSE, CLOSED, TIMED_OUT))
+    running = _running(error)
+    phase = next((words for function, words in _PHASES.items() if function in running), "between two steps")
     if phase.startswith("for rank 0") and trainer.world.is_main:
         phase = "for the other ranks"
     whose = "others failed too" if roll_call is not None else "another rank failed, hangs, or came later than the time limit"
@@ -189,7 +197,12 @@ def _of_others(error: BaseException, trainer: DDPTrainer) -> str:
     return f"{error}\nrank {trainer.world.rank} was waiting {phase}, after step {trainer.state.step}; {whose}"
 
 
-def _of_hidden_attribute(error: AttributeError) -> str | None:
+def _running(error: BaseException) -> set[str]:
+    """The functions of this package that `error` has come through; a script's may have the same names."""
+    return {frame.name for frame in traceback.extract_tb(error.__traceback__) if os.path.dirname(frame.filename) == _HOME}
+
+
+def _explain_hidden_attribute(error: AttributeError) -> str | None:
     if (hidden := _HIDDEN.search(str(error))) is None:
         return None
     return (
@@ -203,14 +216,14 @@ def _is_wrapped_name(error: KeyError, trainer: DDPTrainer) -> bool:
     return bool(error.args) and error.args[0] in names
 
 
-def _of_memory(error: RuntimeError, trainer: DDPTrainer) -> str | None:
+def _explain_memory(error: RuntimeError, trainer: DDPTrainer) -> str | None:
     if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
         return None
     config = trainer.config
-    names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    if "write_behind" in names:
+    running = _running(error)
+    if "write_behind" in running:
         return f"{error}\nout of memory with a copy of the state to be written: Checkpoint(async_write=False) needs none"
-    if {"evaluate", "predict"} & names and "_step" not in names:
+    if {"evaluate", "predict"} & running and "_step" not in running:
         batch = config.eval_batch_size or config.batch_size
         return f"{error}\nout of memory with batches of {batch}: halve eval_batch_size, which changes no result"
     size = f"global_batch_size={config.global_batch_size}" if config.global_batch_size else "the global batch"

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import sys
-import time
-import uuid
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
 
@@ -21,16 +16,12 @@ import torch
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-_LAUNCHERS = (("SLURM_NTASKS", "Slurm", "srun --ntasks-per-node=1"), ("OMPI_COMM_WORLD_SIZE", "MPI", "mpirun -N 1"))
-"""Which set how many tasks there are, but not what torch needs."""
-
-
-_log = logging.getLogger("trainer")
-_PATIENCE = 20.0  # seconds
-_STILL_WAITING = (
-    "rank %d has been waiting for rank %s to join the group for %.0f s. Every rank must make a World or a DDPTrainer: is there "
-    "an `if rank == 0` around it?"
+_LAUNCHERS = (
+    ("SLURM_NTASKS", "Slurm", "srun --ntasks-per-node=1"),
+    ("OMPI_COMM_WORLD_SIZE", "MPI", "mpirun -N 1"),
+    ("PMI_SIZE", "MPI", "mpiexec -ppn 1"),
 )
+"""Which set how many tasks there are, but not what torch needs."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,8 @@ def choose_device(asked: str | None, local_rank: int | None, alone: bool = False
     if index >= count:
         raise RuntimeError(
             f"this process is number {index} on its node (LOCAL_RANK), but the node has {count} GPUs: start at most {count} "
-            "processes per node, or compute on the CPU with World.from_env(device='cpu')"
+            "processes per node, or compute on the CPU with World.from_env(device='cpu'). Where every process sees only a GPU of "
+            "its own, World.from_env(device='cuda:0') takes that"
         )
     if alone and asked is None and count > 1:
         warnings.warn(
@@ -110,10 +102,20 @@ def choose_device(asked: str | None, local_rank: int | None, alone: bool = False
     return torch.device("cuda", index)
 
 
-def device_of_group(asked: str | None, local_rank: int | None, backends: Mapping[str, str]) -> torch.device:
-    """As `choose_device`, for a process group that is open already; `backends`: which serves which type of device."""
-    nccl = backends.get("cuda") == "nccl"
+def device_of_group(
+    asked: str | None, bound: torch.device | None, local_rank: int | None, backends: Mapping[str, str]
+) -> torch.device:
+    """As `choose_device`, for a process group that is open already.
+
+    `bound`: the device that it was opened for, if it was; `backends`: which serves which type of device.
+    """
+    nccl = backends.get("cuda", "").startswith("nccl")
     wanted = torch.device(asked or ("cuda" if nccl and torch.cuda.is_available() else "cpu"))
+    if str(wanted) == "cuda":
+        if bound is not None and bound.type == "cuda":
+            wanted = bound
+        elif local_rank is None:
+            local_rank = torch.cuda.current_device()
     if wanted.type not in backends:
         served = ",".join(f"{device}:{backend}" for device, backend in backends.items())
         raise RuntimeError(
@@ -121,60 +123,6 @@ def device_of_group(asked: str | None, local_rank: int | None, backends: Mapping
             "'gloo' for the CPU or 'nccl' for GPUs, or let World.from_env open it"
         )
     return choose_device(str(wanted), local_rank)
-
-
-class Store(Protocol):
-    """What is needed of a key-value store shared by all ranks."""
-
-    def set(self, key: str, value: str, /) -> Any: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-
-
-def agree_on_key(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A key that all living ranks agree on and nobody has used before, whatever dead ranks have left in the store.
-
-    Rank r says hello with a token of its own; rank 0 offers the token back with its key; rank r acknowledges both; once all
-    have, rank 0 says go. A message of an earlier attempt carries another token or key, and is passed over.
-
-    Raises TimeoutError naming the ranks that did not come.
-    """
-    token = uuid.uuid4().hex
-    started = time.monotonic()
-    deadline, patient = started + timeout.total_seconds(), True
-
-    def read(name: str) -> str:
-        return store.get(name).decode() if store.check([name]) else ""
-
-    key, waiting, offered = token, set(range(1, size)), dict.fromkeys(range(size), "")
-    if rank > 0:
-        store.set(f"hello/{rank}", token)
-        key, waiting = "", {0}
-    while waiting:
-        if patient and time.monotonic() > started + _PATIENCE:
-            patient = False
-            _log.warning(_STILL_WAITING, rank, ", ".join(map(str, sorted(waiting))), _PATIENCE)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"rank {rank} waited {timeout} for rank {', '.join(map(str, sorted(waiting)))} to join the group")
-        if rank == 0:
-            for peer in tuple(waiting):
-                hello = read(f"hello/{peer}")
-                if hello != offered[peer]:
-                    store.set(f"offer/{peer}", f"{hello} {key}")
-                    offered[peer] = hello
-                elif hello and read(f"ack/{peer}") == f"{hello} {key}":
-                    waiting.remove(peer)
-        else:
-            offer = read(f"offer/{rank}")
-            if offer.startswith(token) and offer != f"{token} {key}":
-                key = offer.removeprefix(f"{token} ")
-                store.set(f"ack/{rank}", offer)
-            if key and store.check([f"go/{key}"]):
-                waiting.clear()
-        time.sleep(0.002)
-    if rank == 0:
-        store.set(f"go/{key}", "")
-    return key
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

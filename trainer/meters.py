@@ -85,16 +85,17 @@ class Meters:
 
     @contextmanager
     def _gathering(self, meter: Meter, fed: list[bool]) -> Iterator[None]:
-        """torchmetrics' own way of collecting states fails for ranks that hold none: `World.gather` takes its place.
+        """While `meter` computes: its states are collected by `World.gather`, also from ranks that hold none.
 
-        It asks for each item of a list that is not joined first, so that all lists need the same length: the shorter are filled
-        up with a tensor that is sent as None, and dropped.
+        torchmetrics collects a list that it does not join first item by item, so all ranks' lists need the same length: the
+        shorter are filled up with `filler`, which travels as None and is dropped.
         """
         filler = torch.empty(0)
 
         def gather(state: Tensor, group: Any = None) -> list[Tensor]:
             gathered = self._world.gather(None if state is filler else state)
-            return [other for other, has_state in zip(gathered, fed, strict=True) if has_state and other is not None]
+            held = (other for other, has_state in zip(gathered, fed, strict=True) if has_state and other is not None)
+            return [other.to(state.device) for other in held]  # a metric may be on the CPU
 
         parts: list[Any] = [
             part for part in (meter.modules() if isinstance(meter, nn.Module) else ()) if hasattr(part, "dist_sync_fn")

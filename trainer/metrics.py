@@ -87,7 +87,7 @@ class WeightedSums:
                 self._totals[key].add_(scalar(value, key), alpha=samples)
                 self._counts[key] += samples
 
-    def take(self, keys: tuple[str, ...]) -> Tensor:
+    def pop(self, keys: tuple[str, ...]) -> Tensor:
         """The sums of `keys`, then their weights, in one vector to be summed over ranks (zeros for unknown keys). Starts anew."""
         zero = self._zeros
         counts = [self._counts.get(key, 0.0) for key in keys]
@@ -117,7 +117,7 @@ def scalar(value: Any, key: str) -> Tensor | float:
 
 
 def means(keys: tuple[str, ...], packed: list[float]) -> dict[str, float]:
-    """The means in a vector made by `WeightedSums.take`; NaN where the weight is 0."""
+    """The means in a vector made by `WeightedSums.pop`; NaN where the weight is 0."""
     totals, weights = packed[: len(keys)], packed[len(keys) :]
     return {key: total / weight if weight else math.nan for key, total, weight in zip(keys, totals, weights, strict=True)}
 

@@ -61,12 +61,12 @@ class Permutation:
         return left * b + right
 
 
-def sequence(positions: range) -> list[int]:
+def dataset_order(positions: range) -> list[int]:
     """The order of the dataset itself."""
     return list(positions)
 
 
-def drawn(indices: list[int], length: int, samples: int) -> Order:
+def from_sampler(indices: list[int], length: int, samples: int) -> Order:
     """A user's sampler, drawn once: its indices are the order. ValueError unless there are `length` of them, as it announced,
     each below `samples`, the length of the dataset."""
     if len(indices) != length:

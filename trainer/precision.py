@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_LEAST_SCALE, _MANY = 1e-4, 30  # far below what finite gradients need; and overflows in a row
+_LEAST_SCALE = 1e-4  # where gradients still overflow at that, they are not finite by themselves
+_MOST_OVERFLOWS = 30  # in a row
 
 
 class Precision:
@@ -58,7 +59,7 @@ class Precision:
         overflowed = any(value.item() for value in found)
         self.scaler.update()
         self._in_a_row = self._in_a_row + 1 if overflowed else 0
-        if self._in_a_row >= _MANY and (scale := self.scaler.get_scale()) < _LEAST_SCALE:
+        if self._in_a_row >= _MOST_OVERFLOWS and (scale := self.scaler.get_scale()) < _LEAST_SCALE:
             raise FloatingPointError(
                 f"precision='fp16': {self._in_a_row} updates in a row were skipped, as the gradients were infinite or NaN at "
                 f"every loss scale down to {scale:.0e}: they are not finite by themselves. Look for a division by zero, a "

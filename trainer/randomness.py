@@ -53,6 +53,12 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed >> 1)
 
 
+def seed_for(purpose: int, seed: int | None, *position: int, device: torch.device | None = None) -> None:
+    """Seed the generators from where in the run they are used; without a seed leave them alone."""
+    if seed is not None:
+        seed_generators(mix(purpose, seed, *position), device)
+
+
 @contextmanager
 def preserved(device: torch.device) -> Iterator[None]:
     """Put the states of all generators back afterwards, also after an error."""

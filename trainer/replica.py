@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_not
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
 
-from . import batchnorm, checksum, wrapper
+from . import batchnorm, checksum, ddp_wrapper
 from .config import TrainerConfig
-from .plan import Window, most_and_fewest
+from .model_use import ModelUse
+from .plan import Window
 from .world import World
 
 
 class Replica:
-    """Hands out the model for each micro-batch so that every gradient travels once per window, and watches for drift."""
+    """Wraps the model, sends what the ranks must have alike, and watches for drift."""
 
-    def __init__(self, model: nn.Module, world: World, config: TrainerConfig) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, world: World, config: TrainerConfig) -> None:
+        model = model.to(world.device)
+        _move_state(optimizer)
         self.model = batchnorm.synchronized(model, world) if config.sync_batchnorm else model
         """The bare module."""
         if config.channels_last:
@@ -27,26 +29,20 @@ class Replica:
         self._compiles = config.compile
         self._world = world
         self._batch_size = config.batch_size
+        self.use = ModelUse(self.model, world, config)
+        """What the training steps do with the model."""
         self._synchronized = batchnorm.is_synchronized(self.model, world)
         self._options = config.ddp_options
         self._compression = config.gradient_compression
-        self._finds_unused = bool(config.ddp_options.get("find_unused_parameters"))
         self._wrapped = self.model
-        self._handed = self.model
         self._sends_buffers = False
         self._buffers: list[Tensor] = []  # as they were sent last
-        self._window: Window | None = None  # that a step is within
-        self._handed_out = 0  # in this window
-        self._called = False
-        self._call_hook: RemovableHandle | None = None
-        self._gradients_before: list[tuple[int, int] | None] | None = None
-        self._use_is_known = False
         self.parameters = list(self.model.parameters())
         """All of them, frozen ones too."""
         self.trainable: list[nn.Parameter] = []
         """The parameters that require a gradient, as wrapped."""
 
-    def align(self) -> None:
+    def broadcast_state(self) -> None:
         """Rank 0's parameters and buffers on every rank.
 
         What is laid out so that it cannot be sent (an expanded or transposed buffer) gets a contiguous copy of its own.
@@ -87,9 +83,8 @@ class Replica:
         self._wrapped = self._world.wrap(self.model, **{"init_sync": False, **self._options})  # they are in step already
         if self._compression is not None:
             self._world.compress(self._wrapped, self._compression)
-        self._hand_out(_StandIn(self.model) if self._wrapped is self.model else self._wrapped)
         self.trainable = trainable
-        self._use_is_known = self._finds_unused
+        self.use.watch(self._wrapped, trainable)
         if self._world.size > 1 and self._wrapped.broadcast_buffers:
             # DDP sends rank 0's buffers at each synchronised forward, which is a window's last. Sent at its start instead,
             # every micro-batch sees what a resumed run would see.
@@ -99,8 +94,7 @@ class Replica:
 
     def release(self) -> None:
         """Let go of the wrapper; the model stays as it is."""
-        self._hand_out(None)
-        self._gradients_before = self._window = None
+        self.use.forget()
         if self._compiles:
             self.model._compiled_call_impl = None
         self._wrapped, self._sends_buffers, self.trainable = self.model, False, []
@@ -108,7 +102,7 @@ class Replica:
     def begin_window(self, window: Window) -> None:
         """Before the first forward: rank 0's buffers, once per window."""
         self.check_windows([window.size])
-        self._window, self._handed_out = window, 0
+        self.use.begin_window(window)
         if self._sends_buffers:
             self.send_buffers()
 
@@ -117,70 +111,11 @@ class Replica:
         if self._synchronized:
             batchnorm.check_windows(sizes, self._batch_size, self._world.size)
 
-    def handed(self, last: bool) -> nn.Module:
-        """The model for a micro-batch: the wrapped one for the window's last, the bare one (which is faster) before it."""
-        self._called = self._call_hook is None
-        self._handed_out += 1
-        if last and not self._use_is_known:
-            self._gradients_before = [_mark(parameter.grad) for parameter in self.trainable]
-        return self._handed if last else self.model
-
-    def require_call(self) -> None:
-        """Raise RuntimeError unless the wrapper handed out last was called: without it the gradients would not be reduced.
-
-        On one process that is found in a fit's first step.
-        """
-        before = self._gradients_before
-        in_buckets = self._world.size > 1 and self._options.get("gradient_as_bucket_view")  # which a forward lays out
-        if before is not None and not in_buckets and before != [_mark(parameter.grad) for parameter in self.trainable]:
-            raise RuntimeError(
-                "training_step changed the gradients itself: is there a backward() or a zero_grad() in it? Return the loss; the "
-                "trainer calls backward, clips, steps and zeroes the gradients"
-            )
-        if not self._called:
-            raise RuntimeError(
-                "training_step did not call the model it was given in the window's last micro-batch, so the ranks' gradients "
-                "would not be averaged. Compute the loss from model(...), the argument, not from self.model or model.module"
-            )
-
-    def check_meeting(self, call: str) -> None:
-        """RuntimeError where a `training_step` makes a call that needs every rank, and some have no such micro-batch."""
-        if self._window is None:
-            return
-        _, fewest = most_and_fewest(self._window.size, self._batch_size, self._world.size)
-        if self._handed_out > fewest:
-            raise RuntimeError(
-                f"{call} needs every rank, but was called in micro-batch {self._handed_out} of a window of {self._window.size} "
-                f"samples, of which some ranks have only {fewest}: they would never come. Call it in before_epoch or "
-                "optimizer_step, set eval_every, or leave such windows out with drop_last=True"
-            )
-
     def end_window(self, window: Window) -> None:
-        """After the window's last backward. A rank whose share is empty takes part in the reduction with gradients of zero.
-
-        Raises RuntimeError naming the parameters that the first window's last micro-batch did not use, or on several processes
-        a later one's: their gradients would not be averaged over the ranks.
-        """
-        self._window = None
-        if self._handed is not self._wrapped:
-            self._hand_out(self._wrapped)
+        """After the window's last backward. A rank whose share is empty takes part in the reduction with gradients of zero."""
         if not window.micro_batches:
-            wrapper.backward_zeros(self._wrapped)
-        elif self._gradients_before is not None:
-            before, self._gradients_before, self._use_is_known = self._gradients_before, None, True
-            pairs = zip(self.trainable, before, strict=True)
-            if unused := [parameter for parameter, mark in pairs if _mark(parameter.grad) == mark]:
-                self._raise_unused(unused)
-        elif places := wrapper.unreduced(self._wrapped):
-            self._raise_unused([self.trainable[place] for place in places])
-
-    def _raise_unused(self, unused: list[nn.Parameter]) -> None:
-        names = [name for name, item in self.model.named_parameters() if any(item is other for other in unused)]
-        raise RuntimeError(
-            f"the loss of the window's last micro-batch does not depend on {', '.join(names)}, so their "
-            "gradients would not be averaged over the ranks. Freeze what is not trained with requires_grad_(False), or set "
-            "ddp_options={'find_unused_parameters': True} in TrainerConfig, which costs time in every step"
-        )
+            ddp_wrapper.backward_zeros(self._wrapped)
+        self.use.end_window(window)
 
     def fingerprint(self) -> tuple[int, ...]:
         """Equal on all ranks as long as their parameters are, bit for bit. Empty on one process, which has no other."""
@@ -219,33 +154,16 @@ class Replica:
             if tensor.layout == torch.strided and not _is_laid_out_plainly(tensor):
                 tensor.data = tensor.detach().clone(memory_format=torch.contiguous_format)
 
-    def _hand_out(self, module: nn.Module | None) -> None:
-        """From now on to `training_step`, in a window's last micro-batch. A wrapper is watched for being called."""
-        if self._call_hook is not None:
-            self._call_hook.remove()
-        self._handed = self.model if module is None else module
-        self._call_hook = None
-        if module is not None and module is not self.model:
-            self._call_hook = module.register_forward_pre_hook(self._note_call)
 
-    def _note_call(self, module: nn.Module, inputs: Any) -> None:
-        self._called = self._called or torch.is_grad_enabled()  # DDP reduces nothing of a call without gradients
-
-
-class _StandIn(nn.Module):
-    """In place of DDP's wrapper, in a fit's first step on one process: what would fail on several fails there."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.module = model
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        return self.module(*inputs, **named)
-
-
-def _mark(gradient: Tensor | None) -> tuple[int, int] | None:
-    """Changes whenever something is added to a gradient."""
-    return None if gradient is None else (id(gradient), gradient._version)
+def _move_state(optimizer: Optimizer) -> None:
+    """To its parameters' device: some optimizers make their state at once, others may have taken steps before."""
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")  # else the count of steps stays on the CPU
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and (key != "step" or on_device):
+                    state[key] = value.to(parameter.device)
 
 
 def _is_laid_out_plainly(tensor: Tensor) -> bool:

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +37,7 @@ class Reporter:
         self._loss: Tensor | None = None  # the running sum, once there is one
         self._since_report: list[float] = []
         self._since_epoch: list[float] = []
-        self._marks = torch.zeros(min(config.log_every, _MARKS), dtype=widest(world.device), device=world.device)
-        self._slots = self._marks.unbind()
-        self._marked: list[int] = []
-        self._crowded = False
+        self._trace = _LossTrace(min(config.log_every, _MARKS), world.device)
         self._config = config
         self._first_bad_loss = ""
         self._warned: set[str] = set()
@@ -66,15 +62,7 @@ class Reporter:
     def end_step(self, step: int, samples: int) -> None:
         """The window of optimizer step `step`, over `samples` on all ranks."""
         self._samples += samples
-        if len(self._marked) == len(self._slots):
-            self._marked.pop()  # the last slot is for all steps that follow
-            self._crowded = True
-        slot = self._slots[len(self._marked)]
-        if self._loss is not None:
-            slot.copy_(self._loss)
-        else:  # no sample yet, but the same steps are marked on every rank
-            slot.zero_()
-        self._marked.append(step)
+        self._trace.record(step, self._loss)
 
     def note_rates(self, optimizer: Optimizer) -> None:
         """The learning rates that the coming update uses (a copy: a scheduler writes the next rate into the same tensor)."""
@@ -91,19 +79,20 @@ class Reporter:
             self._keys = agree_on_keys(self._world.gather(self._sums.keys), "training_step")
             self._since_report = self._since_epoch = [0.0] * (2 * len(self._keys))
         parameters, size = self._replica.parameters, self._world.size
-        parts = [torch.stack([_broken(self._replica.trainable), empty_windows]), self._sums.take(self._keys)]
+        parts = [torch.stack([_broken(self._replica.trainable), empty_windows]), self._sums.pop(self._keys)]
         if size > 1:
             parts.append(checksum.words(parameters))
-        summed = iter(self._world.sum(torch.cat(parts)).tolist())  # the only wait for the device, while losses are finite
-        broken, empty, sums = next(summed), next(summed), list(islice(summed, 2 * len(self._keys)))
+        # The only wait for the device, while losses are finite.
+        broken, empty, *rest = self._world.sum(torch.cat(parts)).tolist()
+        sums, words = rest[: 2 * len(self._keys)], rest[2 * len(self._keys) :]
         self._since_report = _added(self._since_report, sums)
         self._since_epoch = _added(self._since_epoch, sums)
         if not self._first_bad_loss and not math.isfinite(sums[self._keys.index("loss")]):
-            self._note_bad()
-        self._marked, self._crowded = [], False
+            self._find_bad_loss()
+        self._trace.restart()
         if empty:
             self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
-        self._broken, self._drifted = broken != 0, size > 1 and not checksum.all_equal(list(summed), size)
+        self._broken, self._drifted = broken != 0, size > 1 and not checksum.all_equal(words, size)
 
     def check_parameters(self, step: int) -> None:
         """Of the last `reduce`. Raises FloatingPointError for parameters that were not finite, RuntimeError for those that differ
@@ -114,7 +103,7 @@ class Reporter:
         elif self._drifted:
             self._replica.raise_drift(step)
 
-    def take_report(self, by_items: bool) -> dict[str, float]:
+    def pop_report(self, by_items: bool) -> dict[str, float]:
         """The means since the last report; the learning rates and the gradient's norm of the last step; the speed."""
         taken, self._since_report = self._since_report, [0.0] * len(self._since_report)
         keys = self._keys or ()
@@ -129,7 +118,7 @@ class Reporter:
             metrics["items_per_second"] = taken[len(keys) + keys.index("loss")] / seconds
         return metrics
 
-    def take_epoch(self) -> dict[str, float]:
+    def pop_epoch(self) -> dict[str, float]:
         """The means over the epoch."""
         taken, self._since_epoch = self._since_epoch, [0.0] * len(self._since_epoch)
         return means(self._keys or (), taken)
@@ -149,15 +138,9 @@ class Reporter:
         finally:
             self._started += time.perf_counter() - before
 
-    def _note_bad(self) -> None:
-        """At how many of the marked steps each rank's running loss was not finite: the last ones, as it never is again."""
-        good = self._world.gather(int(self._marks[: len(self._marked)].isfinite().sum()))
-        bad = {rank: self._marked[count] for rank, count in enumerate(good) if count < len(self._marked)}
-        if bad:
-            step = min(bad.values())
-            ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
-            when = "by" if self._crowded and step == self._marked[-1] else "at"
-            self._first_bad_loss = f"the loss was not finite {when} step {step} on rank {ranks}"
+    def _find_bad_loss(self) -> None:
+        if where := self._trace.first_bad(self._world):
+            self._first_bad_loss = f"the loss was not finite {where}"
             self._warn("loss", f"{self._first_bad_loss}. It is reported as it is")
 
     def _raise_broken(self, step: int) -> None:
@@ -175,6 +158,42 @@ class Reporter:
         if self._world.is_main and subject not in self._warned:
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             self._warned.add(subject)
+
+
+class _LossTrace:
+    """This rank's running loss after each step since the last report, kept on the device: shows when it stopped being finite."""
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        """`steps`: how many are told apart; those that follow share the last place."""
+        self._values = torch.zeros(steps, dtype=widest(device), device=device)
+        self._slots = self._values.unbind()
+        self._steps: list[int] = []
+        self._is_full = False
+
+    def record(self, step: int, loss: Tensor | None) -> None:
+        """The running loss after `step`; None before this rank has had a sample."""
+        if len(self._steps) == len(self._slots):
+            self._steps.pop()
+            self._is_full = True
+        slot = self._slots[len(self._steps)]
+        if loss is not None:
+            slot.copy_(loss)
+        else:  # the same steps are recorded on every rank
+            slot.zero_()
+        self._steps.append(step)
+
+    def first_bad(self, world: World) -> str:
+        """The first step, and its ranks, after which the running loss was not finite; it never is again. On every rank."""
+        good = world.gather(int(self._values[: len(self._steps)].isfinite().sum()))
+        bad = {rank: self._steps[count] for rank, count in enumerate(good) if count < len(self._steps)}
+        if not bad:
+            return ""
+        step = min(bad.values())
+        ranks = ", ".join(str(rank) for rank in bad if bad[rank] == step)
+        return f"{'by' if self._is_full and step == self._steps[-1] else 'at'} step {step} on rank {ranks}"
+
+    def restart(self) -> None:
+        self._steps, self._is_full = [], False
 
 
 def _own_keys(values: Mapping[str, Tensor | float | Mean]) -> list[str]:

@@ -75,7 +75,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         users = self._users.get(number)
-        if (current := Signals._open) is not None:  # another one, where a handler of the script's still calls this one
+        if (current := Signals._open) is not None:  # perhaps of a later fit: a script's handler may still call this one
             current._received = number
             os.write(current._writing, bytes([_CALLED]))  # the watcher does not see who is called by another handler
             current._ask(f"received {signal.Signals(number).name}")

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as _worker
 
-from .data import NO_EPOCH, tell, unchanged
+from .data import NO_EPOCH, tell_epoch, unchanged
 from .plan import Plan, Window
-from .randomness import mix, seed_generators
+from .randomness import seed_for
 from .workers import loader_options, started
 from .world import World
 
@@ -30,7 +30,7 @@ def open_stream(
 ) -> Stream | ShardedStream:
     """The windows of a stream, of whichever kind it is. `options`: the DataLoader's; `purpose`: see `randomness`."""
     if shards_itself(dataset):
-        return ShardedStream(dataset, options, plan, seed, purpose, world.sum)
+        return ShardedStream(dataset, options, plan, seed, purpose, world)
     return Stream(dataset, options, plan, seed, purpose)
 
 
@@ -56,7 +56,7 @@ class Stream:
 
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """The windows from position `start` of an epoch on; what lies before is read and passed over."""
-        self._source.place[:] = torch.tensor([epoch, start])
+        self._source.start[:] = torch.tensor([epoch, start])
         return started(self._loader)
 
 
@@ -76,10 +76,10 @@ class _Reader(IterableDataset[Batches]):
         self._plan = plan
         self._seed = seed
         self._purpose = purpose
-        self.place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, position: living workers see them
+        self.start = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # epoch, position: living workers see them
 
     def __iter__(self) -> Iterator[Batches]:
-        epoch, start = self.place.tolist()
+        epoch, start = self.start.tolist()
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         _worker._worker_info = None  # the dataset must not split itself among the workers: they are given whole windows
@@ -109,23 +109,17 @@ class _Reader(IterableDataset[Batches]):
 
     def _items(self, epoch: int) -> Iterator[tuple[int, Any]]:
         if epoch != NO_EPOCH:
-            tell(self._dataset, epoch, self._seed)
-        position = 0
-        self._seed_for(epoch, position)
-        for item in self._dataset:
+            tell_epoch(self._dataset, epoch, self._seed)
+        seed_for(self._purpose, self._seed, epoch, 0)
+        for position, item in enumerate(self._dataset):
             yield position, item
-            position += 1
-            self._seed_for(epoch, position)
+            seed_for(self._purpose, self._seed, epoch, position + 1)
 
     def _window(self, first: int, size: int, items: list[Any], last: bool) -> Batches:
         parts = self._plan.share(first, first + size)
         remaining = iter(items)
         batches = [self._collate(list(islice(remaining, len(part)))) for part in parts]
         return Window(size, parts, last), batches
-
-    def _seed_for(self, epoch: int, position: int) -> None:
-        if self._seed is not None:
-            seed_generators(mix(self._purpose, self._seed, epoch, position))
 
 
 class ShardedStream:
@@ -147,11 +141,11 @@ class ShardedStream:
         plan: Plan,
         seed: int | None,
         purpose: int,
-        add_up: Callable[[torch.Tensor], torch.Tensor],
+        world: World,
     ) -> None:
         options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
-        self._add_up = add_up
+        self._world = world
         if plan.window_size < plan.world_size:
             raise ValueError(
                 f"a stream that shards itself needs a global batch of at least one sample for each process; found "
@@ -172,7 +166,7 @@ class ShardedStream:
             mine = list(chain.from_iterable(islice(chain(ahead, own), self._turns)))
             ahead = list(islice(own, 1))
             samples = sum(size for size, _ in mine)
-            total, more = self._add_up(torch.tensor([samples, len(ahead)], dtype=torch.int64)).tolist()
+            total, more = self._world.sum(torch.tensor([samples, len(ahead)], dtype=torch.int64)).tolist()
             if total == 0:
                 return
             yield Window(total, tuple(range(size) for size, _ in mine), last=more == 0), [batch for _, batch in mine]
@@ -192,7 +186,7 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
         seed: int | None,
         purpose: int,
     ) -> None:
-        self.of_user = dataset
+        self.user_dataset = dataset
         self._collate = collate
         self._parts = parts
         self._rank = rank
@@ -207,14 +201,10 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
 
     def _items(self, epoch: int) -> Iterator[Any]:
         if epoch != NO_EPOCH:
-            tell(self.of_user, epoch, self._seed)
+            tell_epoch(self.user_dataset, epoch, self._seed)
         info = get_worker_info()
         worker = 0 if info is None else info.id
-        self._seed_for(epoch)  # alike in every reader until its first item
-        for position, item in enumerate(self.of_user, 1):
+        seed_for(self._purpose, self._seed, epoch)  # alike in every reader until its first item
+        for position, item in enumerate(self.user_dataset, 1):
             yield item
-            self._seed_for(epoch, self._rank, worker, position)
-
-    def _seed_for(self, *place: int) -> None:
-        if self._seed is not None:
-            seed_generators(mix(self._purpose, self._seed, *place))
+            seed_for(self._purpose, self._seed, epoch, self._rank, worker, position)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from . import checks
-from .ahead import Ahead
 from .config import TrainerConfig
-from .data import Loader, requests, tell
-from .order import Order, Permutation, drawn, sequence
+from .data import Loader, requests, tell_epoch
+from .order import Order, Permutation, dataset_order, from_sampler
 from .plan import Plan, Window
+from .prefetch import Prefetcher
 from .randomness import ORDER, SAMPLE, mix, seed_generators
 from .state import TrainerState
 from .stream import open_stream, shards_itself
@@ -35,24 +35,24 @@ class TrainData:
         sampler: Sampler[int] | None,
         options: Mapping[str, Any] | None,
         config: TrainerConfig,
-        rank: int,
-        world_size: int,
+        world: World,
     ) -> None:
         self.options: Mapping[str, Any] = {} if options is None else options
         checks.check_loader_options(self.options)
-        self.window_size = config.window_size(world_size)
+        self.window_size = config.window_size(world.size)
         self.samples: int | None = None
         """Positions in an epoch's order; None where that is unknown (a stream, or no dataset)."""
         self._dataset = cast(Any, dataset)
         self._sampler = cast(Any, sampler)
         self._config = config
+        self._world = world
         self._is_stream = isinstance(dataset, IterableDataset)
         self._rows: int | None = None  # of the dataset
         self.shards_itself = shards_itself(dataset)
         """Whether the dataset is a stream of which each rank and worker reads its own part."""
         self._order_seed = config.seed
         self._drawn: tuple[int, Order] | None = None  # an epoch, and what the sampler gave for it
-        self._begun = (0, 0)  # in a stream: number in its epoch, and position, of the window that was begun last
+        self._window_begun = (0, 0)  # of a stream: the last window's number in its epoch, and the position it starts at
         if self._is_stream:
             checks.check_stream(dataset, sampler, config)
         elif dataset is not None:
@@ -63,7 +63,7 @@ class TrainData:
                 raise ValueError("a sampler gives the order of train_data: pass train_data too")
             checks.check_sampler(sampler)
             self.samples = len(self._sampler)
-        self._plan = Plan(self.samples or 0, self.window_size, config.batch_size, rank, world_size, config.drop_last)
+        self._plan = Plan(self.samples or 0, self.window_size, config.batch_size, world.rank, world.size, config.drop_last)
         if self.samples is not None:
             checks.check_plan(self._plan, config)
 
@@ -84,19 +84,18 @@ class TrainData:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run that is continued must have alike: another order, or length, would repeat samples and leave out others."""
+        """What must be the same when a run is resumed: another order, or length, would repeat samples and leave out others."""
         sampler = self._sampler is not None
         return {"samples": self.samples, "rows": self._rows, "sampler": sampler, "global_batch": self.window_size}
 
-    def open(self, world: World, prepares: bool) -> None:
+    def open(self, own_transfer: bool) -> None:
         """Before the first batch of a `fit`. ValueError when there is nothing to train on.
 
-        `prepares`: whether the script has its own way to bring batches to the device.
+        `own_transfer`: whether the script has its own way to bring batches to the device.
         """
         if self._dataset is None:
             raise ValueError("nothing to train on: pass train_data to DDPTrainer")
-        seed = self._config.seed
-        self._world = world
+        seed, world = self._config.seed, self._world
         if self._is_stream:
             self._stream = open_stream(self._dataset, self.options, self._plan, seed, SAMPLE, world)
         else:
@@ -105,29 +104,31 @@ class TrainData:
             on_gpu = _is_gpu(world.device)
             options = {"pin_memory": True, **self.options} if on_gpu and self.options.get("num_workers") else self.options
             self._loader = Loader(self._dataset, options, seed, SAMPLE)
-            self._ahead = Ahead(world.device, self._config.channels_last) if on_gpu and not prepares else None
+            self._prefetcher = Prefetcher(world.device, self._config.channels_last) if on_gpu and not own_transfer else None
 
     def windows(self, state: TrainerState) -> Iterator[tuple[Window, Iterable[Any]]]:
         """The windows that remain of the current epoch, each with this rank's batches."""
         epoch, start = state.epoch, state.epoch_samples
         if self.options.get("num_workers"):  # an evaluation's workers begin as copies of what is here
-            tell(self._dataset, epoch, self._config.seed)
+            tell_epoch(self._dataset, epoch, self._config.seed)
         if self._is_stream:
-            passed = self._windows_passed(state)
+            window, passed = None, self._windows_passed(state)
             for number, (window, of_stream) in enumerate(self._stream.windows(epoch, start, passed), passed):
-                self._begun = (number, state.epoch_samples)
+                self._window_begun = (number, state.epoch_samples)
                 yield window, of_stream
+            checks.check_some(window)
             return
         windows, ahead = tee(self._plan.windows(start))
         shares = (share for window in ahead for share in window.micro_batches)
         batches = self._loader.batches(requests(epoch, shares, self._order(epoch)))
-        if self._ahead is not None:
-            batches = self._ahead(batches)
+        if self._prefetcher is not None:
+            batches = self._prefetcher(batches)
         for window in windows:
             yield window, islice(batches, len(window.micro_batches))
 
     def state_dict(self, state: TrainerState) -> dict[str, Any]:
-        """What neither counters nor seed tell: windows of a stream that shards itself may be short anywhere in the epoch."""
+        """What a resume needs besides counters and seed: of a stream that shards itself the windows passed, any of which may have
+        been short; without a seed the one that the order was drawn with."""
         if self.shards_itself:
             return {"epoch_windows": self._windows_passed(state), "shards": self._shards}
         return {"order_seed": self._order_seed} if self._config.seed is None else {}
@@ -143,17 +144,17 @@ class TrainData:
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._begun = (state.get("epoch_windows", 0), state["state"]["epoch_samples"])
+        self._window_begun = (state.get("epoch_windows", 0), state["state"]["epoch_samples"])
         self._order_seed = state.get("order_seed", self._order_seed)
 
     def _windows_passed(self, state: TrainerState) -> int:
-        """Of a stream's current epoch; one that an error interrupted, which has moved no counter, is none."""
-        number, position = self._begun
+        """The windows of a stream's current epoch that were trained on; one that an error interrupted does not count."""
+        number, position = self._window_begun
         return number + (state.epoch_samples != position) if state.epoch_samples else 0
 
     @property
     def _shards(self) -> list[int]:
-        """The ranks, the readers of each, and how many samples a reader's turn is at most (0: a single reader takes none)."""
+        """How a stream that shards itself is read: ranks, readers of each, and samples in a reader's turn (0: no turns)."""
         readers = max(1, self.options.get("num_workers", 0))
         return [self._plan.world_size, readers, self._plan.batch_size if readers > 1 else 0]
 
@@ -161,14 +162,14 @@ class TrainData:
         if self._sampler is not None:
             if self._drawn is not None and self._drawn[0] == epoch:
                 return self._drawn[1]
-            order = drawn(self._draw_sampler(epoch), self._plan.samples, len(self._dataset))
+            order = from_sampler(self._draw_sampler(epoch), self._plan.samples, len(self._dataset))
             self._drawn = (epoch, order) if self._config.seed is None else None  # which a seed draws again
             return order
-        return Permutation(self._plan.samples, cast(int, self._order_seed), epoch) if self._config.shuffle else sequence
+        return Permutation(self._plan.samples, cast(int, self._order_seed), epoch) if self._config.shuffle else dataset_order
 
     def _draw_sampler(self, epoch: int) -> list[int]:
         """The sampler's indices for an epoch: rank 0's, for a sampler may draw what no seed of the trainer's reaches."""
-        tell(self._sampler, epoch, self._config.seed)
+        tell_epoch(self._sampler, epoch, self._config.seed)
         if self._config.seed is not None:
             seed_generators(seed := mix(ORDER, self._config.seed, epoch))
             if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):

@@ -21,7 +21,7 @@ class Weighting:
     """
 
     def __init__(self, world: World, uneven: bool = False) -> None:
-        """`uneven`: a rank may have no share of a window that is large enough for all."""
+        """`uneven`: some rank may get no sample even of a window with one for each (of a stream that shards itself)."""
         self._world = world
         self._uneven = uneven
         self._items = torch.zeros((), dtype=widest(world.device), device=world.device)
@@ -61,7 +61,7 @@ class Weighting:
             if parameter.grad is not None:
                 parameter.grad.div_(quotient)
 
-    def take_empty_windows(self) -> Tensor:
+    def pop_empty_windows(self) -> Tensor:
         """How many windows had no item at all since the last call: 0-dim, the same on every rank."""
         if not self.by_items:
             return self._empty_windows

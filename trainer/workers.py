@@ -59,7 +59,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-_endings: dict[int, Tensor] = {}  # by process: those that one parent has forked end one by one
+_endings: dict[int, Tensor] = {}  # by process id: forked processes inherit this, but end one by one
 
 
 def _ending() -> Tensor:
@@ -69,13 +69,13 @@ def _ending() -> Tensor:
     return _endings[os.getpid()]
 
 
-def let_go() -> None:
-    """After an error: the workers that are at work may leave when their loader ends them. Those of a later fit are told anew."""
+def dismiss() -> None:
+    """After an error: let workers leave as soon as they are signalled to. Those of a later fit get a flag of their own."""
     if (ending := _endings.pop(os.getpid(), None)) is not None:
         ending.fill_(True)
 
 
-def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | None, number: int) -> None:
+def _start(parent: int | None, ending: Tensor, init_fn: Callable[[int], Any] | None, number: int) -> None:
     def outlive(signal_number: int, frame: object) -> None:
         if ending:
             os._exit(0)
@@ -87,9 +87,9 @@ def _start(parent: int | None, ending: Tensor, of_user: Callable[[int], Any] | N
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     info: Any = get_worker_info()
     # What scripts expect there, not what fetches from it; of a stream that every worker reads whole there is nothing to set.
-    object.__setattr__(info, "dataset", getattr(info.dataset, "of_user", info.dataset))
-    if of_user is not None:
-        of_user(number)
+    object.__setattr__(info, "dataset", getattr(info.dataset, "user_dataset", info.dataset))
+    if init_fn is not None:
+        init_fn(number)
 
 
 @functools.cache
@@ -100,7 +100,7 @@ def _end_with(process: int) -> None:
 
 def _end_workers() -> None:
     """After an error some may still be at work; their signal handler says when they may leave."""
-    let_go()
+    dismiss()
     children = [child for child in multiprocessing.active_children() if vars(child).get("_target") is _worker_loop]
     deadline = time.monotonic() + _PATIENCE
     for child in children:

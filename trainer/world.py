@@ -12,10 +12,11 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.nn.parallel import DistributedDataParallel
 
-from . import wrapper
-from .launch import Launch, agree_on_key, choose_device, device_of_group, end_with_parent, local_rank_in
-from .parcel import flat, pack, sendable, unpack
-from .roll_call import CAUSE, LEFT, TOO, RollCall
+from . import ddp_wrapper
+from .coordination import Coordination
+from .launch import Launch, choose_device, device_of_group, end_with_parent, local_rank_in
+from .rendezvous import CAUSE, CLOSED, CONSEQUENCE, RollCall, agree_on_key
+from .transport import flat, pack, unpack
 
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ TIMEOUT, FIRST_TIMEOUT = timedelta(minutes=10), timedelta(minutes=30)
 """How long a collective waits for a rank; the second until a first training step is over: set-up and compilation take long."""
 
 
-class World:
+class World(Coordination):
     """The processes that train together, as one of them sees it. Made by `from_env`.
 
     Every collective is called on every rank, in the same order, and never inside a callback's hook (RuntimeError at once, at
@@ -54,27 +56,22 @@ class World:
     """Whether this is global rank 0, which alone writes files and logs. Other scripts call it ``is_master()``."""
 
     _open: ClassVar[World | None] = None
+    _kept: ClassVar[World | None] = None  # closed after an error: its group is still there
 
     def __init__(self, launch: Launch, device: torch.device, owns_group: bool) -> None:
         self.rank, self.size = launch.rank, launch.size
         self.local_rank = launch.rank if launch.local_rank is None else launch.local_rank
         self.device = device
         self.is_main = self.rank == 0
-        self.running_hook: str | None = None
-        """Set while a callback's hook runs: the hook's name."""
-        self.running_call: str | None = None
-        """Set while a trainer's `fit`, `evaluate` or `predict` runs: its name."""
-        self.failed = False
-        """Set once an error is on its way out of here: from then on nothing communicates."""
-        self.copied: BaseException | None = None  # another rank's error, raised here too
+        super().__init__()
         self._owns_group = owns_group
         self.roll_call = _roll_calls[0] if owns_group and _roll_calls else None
-        self._hurries = self._is_closed = False
+        self._has_first_timeout = False
         self._process = os.getpid()
         self._wrappers: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return World._opened_here, ()  # copied or sent to another rank, as a part of something, it is the world there
+        return World._opened_here, ()  # pickled inside something else, it becomes the receiving process's own open world
 
     @classmethod
     def from_env(cls, device: str | None = None, timeout: timedelta | None = None) -> World:
@@ -84,18 +81,18 @@ class World:
         "cuda", ... (default: a GPU if torch sees one). `timeout`: how long a collective waits for a missing rank before it
         raises (default: 30 minutes until a first training step is over, 10 minutes from then on; of an open group: its own).
 
-        Under torchrun, the process ends as soon as its agent has gone (on Linux): no orphan trains on.
-
-        Raises RuntimeError for a partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that
-        is not there, and when an open world or group does not fit `device`.
+        Under torchrun, the process ends as soon as its agent has gone (on Linux): no orphan trains on. Raises RuntimeError for a
+        partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that is not there, and when an
+        open world or group does not fit `device`.
         """
-        if (world := cls._opened_here()) is not None:
+        if (world := cls._opened_here() or cls._kept_here()) is not None:
             if device is not None and torch.device(device).type != world.device.type:
                 raise RuntimeError(f"the open World computes on {world.device}, not on {device!r}: close it first")
         elif dist.is_initialized():
             launch = Launch(dist.get_rank(), dist.get_world_size(), local_rank_in(os.environ))
             backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
-            world = cls(launch, device_of_group(device, launch.local_rank, backends), owns_group=False)
+            bound = getattr(dist.group.WORLD, "bound_device_id", None)
+            world = cls(launch, device_of_group(device, bound, launch.local_rank, backends), owns_group=False)
         else:
             launch = Launch.from_environment(os.environ)
             if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -104,9 +101,9 @@ class World:
             if launch.size > 1:
                 _open_group(launch, chosen, timeout or FIRST_TIMEOUT)
             world = cls(launch, chosen, owns_group=launch.size > 1)
-            world._hurries = launch.size > 1
+            world._has_first_timeout = launch.size > 1
         if timeout is not None:
-            world.hurry(timeout)
+            world.shorten_timeout(timeout)
         cls._open = world
         return world
 
@@ -120,12 +117,17 @@ class World:
         """The open world; None in a forked child, which only inherits its parent's."""
         return cls._open if cls._open is not None and cls._open._process == os.getpid() else None
 
+    @classmethod
+    def _kept_here(cls) -> World | None:
+        kept, cls._kept = cls._kept, None
+        return kept if kept is not None and kept._process == os.getpid() and dist.is_initialized() else None
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype, shape and device."""
-        self.ready("World.sum")
+        self.check_usable("World.sum")
         if self.size == 1:
             return values.detach().clone()
-        dist.all_reduce(total := values.detach().to(self.device, copy=True))  # NCCL takes none of the CPU
+        dist.all_reduce(total := values.detach().to(self.device, copy=True))  # NCCL cannot reduce CPU tensors
         return total.to(values.device)
 
     def gather(self, value: T) -> list[T]:
@@ -133,82 +135,32 @@ class World:
 
         Any picklable object; values may differ in size. Tensors in it arrive on this rank's device.
         """
-        self.ready("World.gather")
-        packed: list[Any] = [own := pack(value)] * self.size
+        self.check_usable("World.gather")
+        own = pack(value)
+        packed: list[Any] = [own] * self.size
         if self.size > 1:
             dist.all_gather_object(packed, own)
         return [unpack(item, self.device) for item in packed]
 
     def gather_on_main(self, value: T) -> list[T] | None:
         """As `gather`, but on rank 0 alone, where tensors stay on the CPU; None on the other ranks."""
-        self.ready("World.gather_on_main")
-        packed: list[Any] = [own := pack(value)] * self.size
+        self.check_usable("World.gather_on_main")
+        own = pack(value)
+        packed: list[Any] = [own] * self.size
         if self.size > 1:
             dist.gather_object(own, packed if self.is_main else None)
         return [unpack(item, torch.device("cpu")) for item in packed] if self.is_main else None
 
     def broadcast(self, value: T) -> T:
         """Rank 0's `value` on every rank (what the others pass is ignored). Any picklable object, as in `gather`."""
-        self.ready("World.broadcast")
+        self.check_usable("World.broadcast")
         return self._broadcast(value, self.device)
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self.ready("World.barrier")
+        self.check_usable("World.barrier")
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
-
-    @contextmanager
-    def main_first(self, per_node: bool = True) -> Iterator[None]:
-        """The block runs on the first rank of each node, then on the others: for downloads and other preparation.
-
-        ``per_node=False``: on global rank 0 first, for a file system that all nodes share. An error there is raised on all
-        ranks, whose blocks then do not run. Works before and after a trainer is built.
-        """
-        self.ready("World.main_first")
-        if self.local_rank == 0 if per_node else self.is_main:
-            with self.together():
-                yield
-        else:
-            with self.together():
-                pass
-            yield
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """An error that the block raises on some ranks is raised on all, when every rank has left the block."""
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as raised:
-            error = raised
-        failures = self.gather(sendable(error))
-        if error is not None:
-            raise error
-        for rank, failure in enumerate(failures):
-            if isinstance(failure, BaseException):  # nothing else, unless that rank makes another call
-                self.copied = failure
-                raise failure from RuntimeError(f"raised on rank {rank}")
-
-    def run_on_main(self, function: Callable[[], T]) -> T:
-        """`function` runs on rank 0 alone; every rank gets its result, or its error.
-
-        Any picklable result; tensors in it arrive on the CPU.
-        """
-        self.ready("World.run_on_main")
-        result, error = cast(Any, None), cast("BaseException | None", None)
-        if self.is_main:
-            try:
-                result = function()
-            except BaseException as raised:
-                error = raised
-        try:
-            result, self.copied = self._broadcast((result, sendable(error)), torch.device("cpu"))
-        except Exception as lost:
-            raise error or lost from (lost if error else None)
-        if self.copied is not None:
-            raise error or self.copied
-        return cast(T, result)
 
     def wrap(self, model: nn.Module, **ddp_options: Any) -> nn.Module:
         """`model` in DistributedDataParallel, with its buckets settled; in a world of one process `model` itself.
@@ -216,10 +168,10 @@ class World:
         `model` must be on this rank's device; rank 0's parameters and buffers are copied to the others. `ddp_options`: the
         keyword arguments of DistributedDataParallel.
         """
-        self.ready("World.wrap")
+        self.check_usable("World.wrap")
         if self.size == 1:
             return model
-        wrapped = wrapper.settled(model, self.device, ddp_options)
+        wrapped = ddp_wrapper.settled(model, self.device, ddp_options)
         self._wrappers.add(wrapped)
         return wrapped
 
@@ -230,63 +182,57 @@ class World:
 
     def broadcast_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Overwrite `tensors` with rank 0's, in few large messages. They must have equal shapes and dtypes on every rank."""
-        self.ready("World.broadcast_tensors")
+        self.check_usable("World.broadcast_tensors")
         if self.size > 1 and tensors:
             group, data = dist.distributed_c10d._get_default_group(), [flat(tensor) for tensor in tensors]
             dist._broadcast_coalesced(group, data, 250 << 20, 0)  # type: ignore[attr-defined]
 
-    def hurry(self, timeout: timedelta | None = None) -> None:
+    def shorten_timeout(self, timeout: timedelta | None = None) -> None:
         """From now on a collective waits for `timeout`, or 10 minutes unless `from_env` was given a time. On every rank."""
-        if self.size > 1 and (timeout is not None or self._hurries):
+        if self.size > 1 and (timeout is not None or self._has_first_timeout):
             _set_timeout(timeout or TIMEOUT)
-            self._hurries = False
+            self._has_first_timeout = False
 
     def close(self) -> None:
         """Let go of every wrapper, then of the process group if `from_env` opened it. A second call does nothing.
 
         After an error nothing is destroyed: that could wait for ranks that are gone.
         """
-        self.outside_hook("World.close")
+        self.check_outside_hook("World.close")
         if World._opened_here() is not self:
             return
         World._open = None
         for wrapped in list(self._wrappers):
-            wrapper.let_go(wrapped)
+            ddp_wrapper.drop_group(wrapped)
         if self.failed:
+            World._kept = self if self._owns_group else None
             return
         gc.collect()
         if self._owns_group and dist.is_initialized():
             if self.roll_call is not None:
-                self.roll_call.say(LEFT)
+                self.roll_call.say(CLOSED)
             dist.destroy_process_group()
             self._is_closed = True
-
-    def outside_hook(self, call: str) -> None:
-        """Raise RuntimeError if a callback's hook is running: `call` needs every rank, and a hook runs on rank 0 alone."""
-        if self.running_hook is not None:
-            raise RuntimeError(
-                f"{call} was called inside {self.running_hook}: hooks run on rank 0 only, so the other ranks would wait for "
-                "ever. A hook needs no communication: what it receives is already reduced over all ranks. Call it outside the "
-                "hooks, or override a method of DDPTrainer that runs on every rank"
-            )
-
-    def ready(self, call: str) -> None:
-        """`outside_hook`, and RuntimeError once the other ranks cannot be reached any more."""
-        self.outside_hook(call)
-        if self._is_closed:
-            raise RuntimeError(f"{call} needs the other ranks, but this world is closed: close it, or its trainer, last of all")
 
     @staticmethod
     def is_consequence(error: BaseException) -> bool:
         """Whether a collective failed: because another rank has gone, or did not come in time."""
-        return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in re.findall(r"\w+", str(error)))
+        if isinstance(error, dist.DistError):
+            return not (isinstance(error, dist.DistBackendError) and _OWN_FAULT.search(str(error)))
+        return isinstance(error, RuntimeError) and "gloo" in re.findall(r"\w+", str(error))
+
+    def recover(self) -> None:
+        """Every rank has caught an error, and all go on: what was said of it counts no more. On every rank."""
+        self.failed, self.remote_error = False, None
+        if self.roll_call is not None:
+            self.roll_call.begin_anew()
 
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
         self.failed = True
-        consequence = self.is_consequence(error) or error is self.copied
+        consequence = self.is_consequence(error) or error is self.remote_error
         if self.roll_call is not None:
-            self.roll_call.say(TOO if consequence else LEFT if isinstance(error, SystemExit) else CAUSE)
+            self.roll_call.say(CONSEQUENCE if consequence else CLOSED if isinstance(error, SystemExit) else CAUSE)
         if consequence and "TORCHELASTIC_ERROR_FILE" in os.environ:  # never the cause
             time.sleep(2.0) if self.roll_call is None else self.roll_call.hold_back()
         _record(error)
@@ -299,8 +245,8 @@ class World:
 
 
 def _open_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
-    cuda = device.type == "cuda"
-    where: dict[str, Any] = {"init_method": _URL, "rank": launch.rank, "world_size": launch.size, "timeout": timeout}
+    cuda, url = device.type == "cuda", f"ddp-trainer://{device.type}"
+    where: dict[str, Any] = {"init_method": url, "rank": launch.rank, "world_size": launch.size, "timeout": timeout}
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None, **where)
 
 
@@ -313,13 +259,16 @@ def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, i
     if address not in _stores:
         _stores[address] = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
     store, rank, size = _stores[address]
-    store = dist.PrefixStore(agree_on_key(store, rank, size, timeout), store)  # type: ignore[attr-defined]
+    if rank == 0:  # NCCL's word of a failed attempt, which it looks for beyond every prefix and would end this one for
+        store.delete_key("exception_dump")
+    key = agree_on_key(store, rank, size, timeout, urlsplit(url).netloc)
+    store = dist.PrefixStore(key, store)  # type: ignore[attr-defined]
     _roll_calls[:] = [RollCall(store, rank, size)]
     yield store, rank, size
 
 
 _set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # its name before torch 2.14
-_URL = "ddp-trainer://"
+_OWN_FAULT = re.compile("ncclUnhandledCudaError|ncclInvalid|unhandled cuda error|invalid (usage|argument)|out of memory")
 _roll_calls: list[RollCall] = []  # that of the newest opening
 _stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
 dist.register_rendezvous_handler("ddp-trainer", _rendezvous)  # type: ignore[attr-defined, no-untyped-call]

@@ -49,7 +49,7 @@ def train(folder: Path, kind: str, point: str, rank: int) -> None:
     from torch import Tensor, nn
     from torch.utils.data import get_worker_info
 
-    import trainer.folder
+    import trainer.checkpoint_folder
     from callbacks import Checkpoint
     from tests.helpers import Numbers, Toy
     from trainer import Callback, DDPTrainer, TrainerConfig, World, checkpoint
@@ -73,7 +73,7 @@ def train(folder: Path, kind: str, point: str, rank: int) -> None:
         def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
             act("callback", trainer.state.step == 8)
 
-    write, find = checkpoint.write, trainer.folder.find
+    write, find = checkpoint.write, trainer.checkpoint_folder.find
 
     def acting_write(path: Path, content: Mapping[str, Any]) -> None:
         act("saving", content["state"]["step"] == 8)
@@ -83,7 +83,7 @@ def train(folder: Path, kind: str, point: str, rank: int) -> None:
         act("loading")
         return find(resume_from)
 
-    checkpoint.write, trainer.folder.find = acting_write, acting_find
+    checkpoint.write, trainer.checkpoint_folder.find = acting_write, acting_find
     act("before init")
     world = World.from_env(timeout=timedelta(seconds=WAIT if kind == "hang" else 600))
     model = nn.Sequential(Toy())

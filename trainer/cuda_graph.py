@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +19,16 @@ from .world import World
 
 T = TypeVar("T")
 Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Records what a function does, without doing it: gives what does it, and the function's result, which that writes anew."""
+"""Records a function's GPU work without running it. Returns a replay, and the function's result, which each replay overwrites."""
 
 _WARM_UP = 3  # windows that run eagerly first, in which optimizers and libraries set up what has no place in a recording
 _MOST_KINDS = 8  # of batches; each recording holds the memory of a forward's results
 
 
-class Capture:
+class CudaGraphs:
     """Runs a window's passes (forward and backward) and its update: eagerly at first, then as replays of their recordings.
+
+    Without ``cuda_graph`` everything stays eager, and what is left of its work is to zero the gradients.
 
     A replay repeats what was sent to the GPU, on the same memory: what Python decides is decided once, when it is recorded.
     What changes from step to step is therefore kept outside (random seeds, reports, the scheduler) or written into the memory
@@ -37,16 +40,24 @@ class Capture:
 
     def __init__(self, world: World, config: TrainerConfig, window_size: int) -> None:
         self._record = _recorder(world) if config.cuda_graph else None
+        self._device = world.device
+        on_gpu = config.cuda_graph and world.device.type == "cuda"
+        self._stream = torch.cuda.Stream(world.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._seed = config.seed
         self._world = world
         self._window_size = window_size
         self._modes: list[bool] = []
+        self._memory: Callable[[], list[Any]] = list
         self._kept: Sequence[nn.Parameter] = []
         self.release()
 
     def release(self) -> None:
         """Forget what is recorded, and its memory; it is recorded anew where it is needed again."""
+        if self._record is not None:  # with a pool of its own: torch takes none whose graphs are all gone
+            self._record = _recorder(self._world)
         for parameter in self._kept:
             parameter.grad = None
+        self._recorded_memory: list[Any] = []
         self._kept, self._gradients = [], list[tuple[Tensor | None, int]]()  # the latter as an update left them
         self._windows = 0
         self._replays = self._keeps_gradients = False
@@ -56,15 +67,43 @@ class Capture:
         self._settings: list[dict[str, Any]] = []
         self._warned = False
 
-    def refresh(self, model: nn.Module) -> None:
-        """After what may have changed the modes of the modules or what requires a gradient: a recording has them in it."""
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Around a `fit`: all that is recorded, and what is wrapped and run eagerly before, on one stream of its own.
+
+        Autograd's nodes keep the stream they were made on, and a recording cannot wait for another one.
+        """
+        if self._stream is None:
+            yield
+            return
+        outer = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        except BaseException:
+            with suppress(RuntimeError):  # where the device has failed, that is known already
+                outer.wait_stream(self._stream)
+            raise
+        outer.wait_stream(self._stream)
+
+    def refresh(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """After what may have changed modes, parameters, or what requires a gradient: a recording has them in it.
+
+        Raises ValueError for a model that cannot be recorded.
+        """
+        if self._record is None:
+            return
+        if self._seed is not None:
+            _check_recurrent(model)
+        self._memory = lambda: _memory(model, optimizer)
         modes = [module.training for module in model.modules()] + [item.requires_grad for item in model.parameters()]
-        if modes != self._modes:
+        if modes != self._modes or (self._recorded_memory and self._recorded_memory != self._memory()):
             self.release()
         self._modes = modes
 
     def begin_window(self, window: Window, parameters: Sequence[nn.Parameter]) -> None:
-        """What a hook or an evaluation has done to the gradients since the last update goes into none."""
+        """Discard what a hook or an evaluation has done to the gradients since the last update."""
         if not self._keeps_gradients:
             self.zero_gradients(parameters)
         elif any(item.grad is not old or _version(old) != version for item, (old, version) in self._noted(parameters)):
@@ -78,41 +117,37 @@ class Capture:
 
     def run_pass(self, function: Callable[..., T], batch: Any, samples: int, window: Window, last: bool) -> T:
         """``function(batch, samples, window, last)``: the forward, the loss and the backward of one micro-batch."""
-        if not self._replays or (last and self._world.size > 1):
+        if self._record is None or not self._replays or (last and self._world.size > 1):
             return function(batch, samples, window, last)
         leaves, layout = tree_flatten(batch)
-        kind = (samples, str(layout), *map(_kind, leaves))  # older torch cannot hash a layout
-        if kind not in self._passes and len(self._passes) == _MOST_KINDS:
-            self._warn_of_kinds()
-        elif kind not in self._passes:
-            self._passes[kind] = None
-        else:
-            recording = self._passes[kind]
-            if recording is None:
-                inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                held = tree_unflatten(inputs, layout)
-                recording = _Recording(self._recorder, "training_step", lambda: function(held, samples, window, last), inputs)
-                _check_output(recording.output)
-                self._passes[kind] = recording
-            return recording.replay(leaves)  # type: ignore[no-any-return]
-        return function(batch, samples, window, last)
+        kind = (samples, str(layout), *(_kind(leaf, self._device) for leaf in leaves))  # older torch cannot hash a layout
+        if kind not in self._passes:  # the first of its kind runs eagerly; those of too many kinds always do
+            if len(self._passes) < _MOST_KINDS:
+                self._passes[kind] = None
+            else:
+                self._warn_of_kinds()
+            return function(batch, samples, window, last)
+        recording = self._passes[kind]
+        if recording is None:
+            inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            held = tree_unflatten(inputs, layout)
+            with self._watching("training_step"):
+                recording = _Recording(self._record, "training_step", lambda: function(held, samples, window, last), inputs)
+            _check_output(recording.output, self._device)
+            self._passes[kind] = recording
+        return recording.replay(leaves)  # type: ignore[no-any-return]
 
     def run_update(self, function: Callable[[], T], optimizer: Optimizer) -> T:
         """``function()``: clipping, the optimizer's step, and zeroing the gradients."""
-        if not self._replays:
+        if self._record is None or not self._replays:
             return function()
         rates = [group["lr"] for group in optimizer.param_groups]
         if self._update is None:
             # The recording reads the rates from the device; to everybody else they stay the numbers they were.
             self._rates = [torch.as_tensor(rate, dtype=torch.float32, device=self._world.device).clone() for rate in rates]
             self._settings = _settings(optimizer)
-            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate
-            try:
-                self._update = _Recording(self._recorder, "the optimizer's step", function, [])
-            finally:
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate
+            with self._watching("the optimizer's step"), _recordable(optimizer, self._rates):
+                self._update = _Recording(self._record, "the optimizer's step", function, [])
         _check_settings(self._settings, _settings(optimizer))
         for held, rate in zip(self._rates, rates, strict=True):
             held.fill_(rate)
@@ -130,16 +165,24 @@ class Capture:
         for parameter in parameters:
             parameter.grad = None
 
+    @contextmanager
+    def _watching(self, what: str) -> Iterator[None]:
+        """RuntimeError where what is recorded in this block did something in Python that no replay will do again."""
+        before = self._memory()
+        yield
+        after = self._memory()
+        if changed := sorted({name for name, *_ in {*before} ^ {*after}}):
+            raise RuntimeError(
+                f"{what} cannot be captured as a CUDA graph: it exchanges or counts in Python what a replay would leave as it "
+                f"is: {', '.join(changed)}. Write into tensors in place (copy_, add_), on the device, or set cuda_graph=False"
+            )
+        self._recorded_memory = after
+
     def _note(self, parameters: Sequence[nn.Parameter]) -> None:
         self._gradients = [(item.grad, _version(item.grad)) for item in parameters]
 
     def _noted(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, tuple[Tensor | None, int]]]:
         return zip(parameters, self._gradients, strict=True)
-
-    @property
-    def _recorder(self) -> Recorder:
-        assert self._record is not None
-        return self._record
 
     def _warn_of_kinds(self) -> None:
         if self._world.is_main and not self._warned:
@@ -183,7 +226,9 @@ def _recorder(world: World) -> Recorder | None:
 
         def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads write checkpoints
+            stream = torch.cuda.current_stream(world.device)
+            # Thread-local, as other threads write checkpoints.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 output = function()
             return graph.replay, output
 
@@ -202,8 +247,10 @@ def _version(gradient: Tensor | None) -> int:
     return 0 if gradient is None else gradient._version
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: Any, device: torch.device) -> Any:
     """What a recording of a pass depends on. TypeError for what cannot be told apart, and so would stay as it was."""
+    if isinstance(leaf, Tensor) and leaf.device.type != device.type:  # its values go into what is sent to the device
+        return leaf.shape, leaf.dtype, tuple(leaf.flatten().tolist())
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride()
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
@@ -214,15 +261,54 @@ def _kind(leaf: Any) -> Any:
     )
 
 
-def _check_output(output: Mapping[str, Any]) -> None:
-    """Raise TypeError for a value that is no tensor: it would stay at what it was."""
+def _check_output(output: Mapping[str, Any], device: torch.device) -> None:
+    """Raise TypeError for a value that is no tensor on the device: it would stay at what it was."""
     for key, value in output.items():
         parts = tuple(value) if isinstance(value, Mean) else (value,)
-        if not all(isinstance(part, Tensor) for part in parts):
+        if not all(isinstance(part, Tensor) and part.device.type == device.type for part in parts):
             raise TypeError(
-                f"with cuda_graph=True all that training_step returns must be tensors; {key!r} holds a plain number, which would "
-                "stay as it is now. Compute it on the device, or set cuda_graph=False"
+                f"with cuda_graph=True all that training_step returns must be tensors; {key!r} holds a plain number, or a tensor "
+                f"that is not on {device.type}, which would stay as it is now. Compute it there, or set cuda_graph=False"
             )
+
+
+@contextmanager
+def _recordable(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
+    """While an update is recorded: it reads the rates from the device. To everybody else they stay the numbers they were.
+
+    Fused optimizers keep their state on the device anyway, but torch lets them be recorded as ``capturable`` only.
+    """
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+        if group.get("fused") and "capturable" in group:
+            group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: kept[key] for key in ("lr", "capturable") if key in kept})
+
+
+def _memory(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """What a recording reads and writes without being given it: name and memory of each tensor, and values that are none."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    found: list[Any] = [(name, id(tensor), tensor.data_ptr()) for name, tensor in tensors]
+    for parameter, name in [(tensor, name) for name, tensor in tensors if isinstance(tensor, nn.Parameter)]:
+        for key, value in optimizer.state.get(parameter, {}).items():
+            where = f"the optimizer's {key} of {name}"
+            found.append((where, id(value), value.data_ptr()) if isinstance(value, Tensor) else (where, repr(value)))
+    return found
+
+
+def _check_recurrent(model: nn.Module) -> None:
+    """ValueError for layers that ask the device for a number after each seeding."""
+    recurrent = [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase) and module.dropout > 0]
+    if recurrent:
+        raise ValueError(
+            f"cuda_graph=True: {', '.join(recurrent)} cannot be recorded with dropout and a seed, as cuDNN sets up its dropout "
+            "anew, on the host, after each seeding. Put nn.Dropout between layers, or set seed=None or cuda_graph=False"
+        )
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

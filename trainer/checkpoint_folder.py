@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint
+from . import checkpoint, model_keys
 from .checkpoint import UNFINISHED, CheckpointError
 from .host_copy import HostCopy
 
@@ -73,16 +73,16 @@ class CheckpointFolder:
     @staticmethod
     def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         """The model's parameters by their keys in a checkpoint."""
-        return {checkpoint.plain_key(name): parameter for name, parameter in model.named_parameters()}
+        return {model_keys.plain_key(name): parameter for name, parameter in model.named_parameters()}
 
     def holds(self, step: int, model: nn.Module) -> bool:
         """Whether a file here, the best one or that of `step`, has just the model's parameters after just that step."""
-        whole = checkpoint.plain_keys(model.state_dict())  # of a model that decides what it saves perhaps some, or other names
+        whole = model_keys.plain_keys(model.state_dict())  # of a model that decides what it saves perhaps some, or other names
         own = {key: whole[key] for key in self.parameters(model) if key in whole} or whole
         for path in (self.folder / f"step-{step:08d}.pt", self.folder / "best.pt"):
             with suppress(CheckpointError):
                 saved = checkpoint.peek(path)
-                held = checkpoint.in_keys_of(whole, saved.get("model", {}))
+                held = model_keys.in_keys_of(whole, saved.get("model", {}))
                 same = bool(own) and all(key in held and _same(value.detach().cpu(), held[key]) for key, value in own.items())
                 if same and saved.get("state", {}).get("step") == step:
                     return True

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from tests.helpers import Numbers, Toy, mean_of_outputs
-from trainer import DDPTrainer, TrainerConfig, ahead, train_data
+from trainer import DDPTrainer, TrainerConfig, prefetch, train_data
 
 DEVICE = torch.device("meta")
 
@@ -50,18 +50,20 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         noted.append(f"sent by {current[-1].name}")
         return to_device(batch, device, channels_last)
 
-    to_device = ahead.to_device
+    to_device = prefetch.to_device
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copying", noted))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", within)
-    monkeypatch.setattr(ahead, "pin_memory", pinned)
-    monkeypatch.setattr(ahead, "to_device", moved)
+    monkeypatch.setattr(prefetch, "pin_memory", pinned)
+    monkeypatch.setattr(prefetch, "to_device", moved)
     monkeypatch.setattr(Tensor, "record_stream", lambda own, by: noted.append(f"{tuple(own.shape)} used by {by.name}"))
     return noted
 
 
 def test_the_next_batch_is_sent_before_one_is_given_out(notes: list[str]) -> None:
-    batches = ahead.Ahead(DEVICE, channels_last=False)([torch.ones(size), {"more": torch.ones(size, 2)}] for size in (3, 4, 5))
+    batches = prefetch.Prefetcher(DEVICE, channels_last=False)(
+        [torch.ones(size), {"more": torch.ones(size, 2)}] for size in (3, 4, 5)
+    )
     sending = ["pinned", "sent by copying", "copying records"]
 
     def receiving(size: int) -> list[str]:
@@ -79,7 +81,7 @@ def test_the_next_batch_is_sent_before_one_is_given_out(notes: list[str]) -> Non
 
 
 def test_no_batch_is_no_batch(notes: list[str]) -> None:
-    assert list(ahead.Ahead(DEVICE, channels_last=False)([])) == []
+    assert list(prefetch.Prefetcher(DEVICE, channels_last=False)([])) == []
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Hidden:
 
 
 def test_what_stays_on_the_cpu_is_not_marked(notes: list[str]) -> None:
-    (given,) = ahead.Ahead(DEVICE, channels_last=False)([pack_sequence([torch.ones(2)])])
+    (given,) = prefetch.Prefetcher(DEVICE, channels_last=False)([pack_sequence([torch.ones(2)])])
     assert given.batch_sizes.device.type == "cpu"
     assert [note for note in notes if "used by" in note] == ["(2,) used by computing"]
 
@@ -106,7 +108,7 @@ def test_what_stays_on_the_cpu_is_not_marked(notes: list[str]) -> None:
     ids=["dataclass", "there already", "half of it", "sparse", "no tensor", "object"],
 )
 def test_what_may_hide_its_tensors_or_is_there_already_is_left_to_the_step(notes: list[str], batch: Any) -> None:
-    (given,) = ahead.Ahead(DEVICE, channels_last=False)([batch])
+    (given,) = prefetch.Prefetcher(DEVICE, channels_last=False)([batch])
     assert given is batch
     assert notes == []
 
@@ -117,7 +119,7 @@ def test_an_error_in_the_data_comes_after_the_batches_before_it_were_given_out_o
         yield [torch.ones(2)]
         raise ArithmeticError("of the third")
 
-    batches = ahead.Ahead(DEVICE, channels_last=False)(failing())
+    batches = prefetch.Prefetcher(DEVICE, channels_last=False)(failing())
     assert next(batches)[0].shape == (1,)
     with pytest.raises(ArithmeticError, match="of the third"):
         next(batches)
@@ -146,7 +148,7 @@ def test_it_is_used_on_a_gpu_where_the_script_does_not_prepare_batches_itself(
                 used.append(len(batch[0]))
                 yield batch
 
-    monkeypatch.setattr(train_data, "Ahead", Counting)
+    monkeypatch.setattr(train_data, "Prefetcher", Counting)
     monkeypatch.setattr(train_data, "_is_gpu", lambda given: device == "cuda")
     model = Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

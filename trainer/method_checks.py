@@ -31,60 +31,53 @@ _HOOKS_OF_OTHERS = {
     "on_log": "on_step",
     "on_save": "on_safe_point",
 }
-_ARGUMENTS = {
-    "training_step": "(self, model, batch)",
-    "eval_step": "(self, model, batch)",
-    "predict_step": "(self, model, batch)",
-    "prepare_batch": "(self, batch)",
-    "summarize": "(self, metrics)",
-    "optimizer_step": "(self)",
-    "before_epoch": "(self)",
-}
 
 
-def check_methods(trainer: Any, of_all: type) -> None:
+def check_methods(trainer: Any, of_all: type, with_steps: type) -> None:
     """TypeError for an overridden step that cannot be called as it is. Warns of methods that nothing calls.
 
-    `of_all`: the class whose methods every trainer has.
+    `of_all`: the class whose methods every trainer has; `with_steps`: the one that has those to override, and no others.
     """
+    steps = [name for name, value in vars(with_steps).items() if inspect.isfunction(value)]
     for name in dir(type(trainer)):
         if name.startswith("_") or hasattr(of_all, name) or not callable(getattr(type(trainer), name)):
             continue
         instead = _OF_OTHERS.get(name)
-        if instead is None and (meant := _close(name, list(_ARGUMENTS))):
+        if instead is None and (meant := _close(name, steps)):
             instead = f"did you mean {meant}?"
         if instead is not None:
             text = f"{type(trainer).__name__}.{name} is never called by the trainer: {instead}"
             warnings.warn(text, UserWarning, stacklevel=3)
-    for name, wanted in _ARGUMENTS.items():
-        signature = inspect.signature(getattr(trainer, name))
-        try:
-            signature.bind(*[None] * wanted.count(","))
-        except TypeError:
-            raise TypeError(f"{name} must take {wanted}; found it with {signature}, self left out") from None
+    for name in steps:
+        _check_arguments(getattr(trainer, name), getattr(with_steps, name), name)
 
 
 def check_hooks(callback: Any, of_all: type) -> None:
     """TypeError for a hook that cannot be called as it is. Warns of methods that look like hooks, and are none."""
     hooks = [name for name in vars(of_all) if name.startswith(("on_", "before_"))]
     for name in hooks:
-        wanted = inspect.signature(getattr(of_all, name)).parameters
-        try:
-            signature = inspect.signature(getattr(callback, name))
-            signature.bind(*[None] * (len(wanted) - 1))
-        except ValueError:  # some functions of C have none
-            continue
-        except TypeError:
-            arguments = ", ".join(wanted)
-            raise TypeError(
-                f"{type(callback).__name__}.{name} must take ({arguments}); found it with {signature}, self left out"
-            ) from None
+        _check_arguments(getattr(callback, name), getattr(of_all, name), f"{type(callback).__name__}.{name}")
     for name in dir(type(callback)):
         if name.startswith(("on_", "before_")) and name not in hooks and callable(getattr(type(callback), name)):
             meant = _HOOKS_OF_OTHERS.get(name) or _close(name, hooks)
             if meant:
                 text = f"{type(callback).__name__}.{name} is no hook, and never called: did you mean {meant}?"
                 warnings.warn(text, UserWarning, stacklevel=4)
+
+
+def _check_arguments(method: Any, base: Any, label: str) -> None:
+    """TypeError unless `method`, bound, takes the arguments of `base`."""
+    wanted = inspect.signature(base).parameters
+    if not callable(method):
+        raise TypeError(f"{label} must be a method ({', '.join(wanted)}); found {method!r}")
+    try:
+        signature = inspect.signature(method)
+    except ValueError:  # some functions of C have none
+        return
+    try:
+        signature.bind(*[None] * (len(wanted) - 1))
+    except TypeError:
+        raise TypeError(f"{label} must take ({', '.join(wanted)}); found it with {signature}, self left out") from None
 
 
 def _close(name: str, known: list[str]) -> str | None:

@@ -136,3 +136,11 @@ def test_what_is_frozen_need_not_be_the_optimizer_s() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.fit()
+
+
+@pytest.mark.parametrize("hook", ["before_fit", "on_step"])
+def test_a_hook_that_is_no_method_is_named(hook: str) -> None:
+    callback = Callback()
+    setattr(callback, hook, None)
+    with pytest.raises(TypeError, match=rf"Callback.{hook} must be a method \(self, trainer.*; found None"):
+        toy_trainer(4, callbacks=[callback])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from callbacks import Checkpoint
 from tests.helpers import Ranks, Recorder
-from trainer import Callback, DDPTrainer, Mean, TrainerConfig, capture
+from trainer import Callback, DDPTrainer, Mean, TrainerConfig, cuda_graph
 
-WARM_UP = capture._WARM_UP
+WARM_UP = cuda_graph._WARM_UP
 
 
 class Tape(TorchDispatchMode):
@@ -87,7 +89,7 @@ class Tapes:
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Tapes:
     recorder = Tapes()
-    monkeypatch.setattr(capture, "_recorder", lambda world: recorder)
+    monkeypatch.setattr(cuda_graph, "_recorder", lambda world: recorder)
     return recorder
 
 
@@ -207,8 +209,8 @@ def test_what_a_hook_does_to_the_gradients_goes_into_no_update(tapes: Tapes, cle
 def test_gradients_and_recordings_are_gone_after_fit(tapes: Tapes) -> None:
     trainer, _ = train(cuda_graph=True)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert not trainer._capture._passes
-    assert trainer._capture._update is None
+    assert not trainer._graphs._passes
+    assert trainer._graphs._update is None
 
 
 def test_the_optimizer_keeps_its_rates_as_numbers(tapes: Tapes) -> None:
@@ -360,11 +362,11 @@ def test_on_the_cpu_steps_run_eagerly_after_one_sentence() -> None:
 
 def split_job(captured: bool) -> tuple[Any, Any, int]:
     recorder = Tapes()
-    kept, capture._recorder = capture._recorder, lambda world: recorder
+    kept, cuda_graph._recorder = cuda_graph._recorder, lambda world: recorder
     try:
         trainer, reports = train(cuda_graph=captured, batch_size=2, drop_last=True)
     finally:
-        capture._recorder = kept
+        cuda_graph._recorder = kept
     return trainer.model.state_dict(), reports, recorder.replays
 
 
@@ -376,3 +378,162 @@ def test_two_processes_replay_all_but_what_reduces(ranks: Ranks) -> None:
     for one, other in zip(captured, eager, strict=True):
         torch.testing.assert_close(one[0], other[0], rtol=1e-12, atol=1e-13)
     assert captured[0][1] == [pytest.approx(report, rel=1e-11) for report in eager[0][1]]
+
+
+class Exchanging(DDPTrainer):
+    """From the second epoch on another layer, of the same shape."""
+
+    def before_epoch(self) -> None:
+        if self.state.epoch == 1:
+            torch.manual_seed(5)
+            new = nn.Linear(5, 7).double()
+            self.model.inner = new
+            self.optimizer.param_groups[0]["params"][:2] = new.parameters()
+
+
+def test_a_layer_that_is_exchanged_is_recorded_anew(tapes: Tapes) -> None:
+    def make(parameters: Any) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=1.0, fused=True)
+
+    assert_same(train(Exchanging, make=make, cuda_graph=True), train(Exchanging, make=make))
+    assert tapes.replays
+
+
+class Averaging(Network):
+    """Keeps an average in a buffer, which every forward exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(inputs)
+        self.average = 0.9 * self.average + 0.1 * self.inner(inputs).mean(0).detach()
+        return outputs
+
+
+class CountingSGD(torch.optim.SGD):
+    """Takes smaller steps as it goes, by a count in Python."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                parameter.add_(parameter.grad, alpha=-0.1 / state["count"])
+
+
+def test_what_a_step_counts_or_exchanges_in_python_is_an_error(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"the optimizer's step cannot be captured.*optimizer's count of inner.weight.*in place"
+    ):
+        train(make=CountingSGD, cuda_graph=True)
+    monkeypatch.setitem(globals(), "Network", Averaging)
+    with pytest.raises(RuntimeError, match=r"training_step cannot be captured.* is: average. Write into tensors in place"):
+        train(cuda_graph=True)
+
+
+def test_a_fused_optimizer_is_recorded_as_capturable_and_left_as_it_was(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to record any other, though the fused one has its state on the device."""
+    optimizers: list[Optimizer] = []
+
+    def make(parameters: Any) -> Optimizer:
+        optimizers.append(torch.optim.AdamW(parameters, lr=1.0, fused=True))
+        return optimizers[-1]
+
+    def record(function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        seen.append(optimizers[-1].param_groups[0]["capturable"])
+        return tapes(function)
+
+    eager, seen = train(make=make), list[bool]()
+    monkeypatch.setattr(cuda_graph, "_recorder", lambda world: record)
+    captured = train(make=make, cuda_graph=True)
+    assert seen == [False, True]  # the pass, the update
+    assert captured[0].optimizer.param_groups[0]["capturable"] is False
+    assert_same(captured, eager)
+
+
+def test_values_that_are_not_on_the_device_tell_batches_apart() -> None:
+    """Such as the lengths of a packed sequence: a replay would compute with the first batch's."""
+    device = torch.device("meta")
+    one, other = (cuda_graph._kind(torch.tensor(lengths), device) for lengths in ([1, 2], [2, 1]))
+    assert one != other
+    assert cuda_graph._kind(torch.ones(2, device=device), device) == cuda_graph._kind(torch.zeros(2, device=device), device)
+
+
+def test_results_that_are_not_on_the_device_are_refused() -> None:
+    device = torch.device("meta")
+    cuda_graph._check_output({"loss": torch.ones((), device=device)}, device)
+    for value in (torch.tensor(1.0), Mean(torch.ones((), device=device), torch.tensor(3))):
+        with pytest.raises(TypeError, match="'value' holds a plain number, or a tensor that is not on meta"):
+            cuda_graph._check_output({"loss": torch.ones((), device=device), "value": value}, device)
+
+
+class Recurrent(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.LSTM(5, 5, num_layers=2, dropout=0.5)
+
+
+def test_recurrent_layers_with_dropout_are_refused_with_a_seed(tapes: Tapes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Network", Recurrent)
+    with pytest.raises(ValueError, match="memory cannot be recorded with dropout and a seed"):
+        train(cuda_graph=True)
+
+
+class Gpu:
+    """What is asked of torch.cuda, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.current = ["outer"]
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.stream("own"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream(self.current[-1]))
+        monkeypatch.setattr(torch.cuda, "stream", self.within)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: f"pool {self.note('pool')}")
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: types.SimpleNamespace(replay=lambda: None))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def note(self, text: str) -> int:
+        self.asked.append(text)
+        return len(self.asked)
+
+    def stream(self, name: str) -> Any:
+        return types.SimpleNamespace(name=name, wait_stream=lambda other: self.note(f"{name} waits for {other.name}"))
+
+    @contextlib.contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        self.current.append(stream.name)
+        yield
+        self.current.pop()
+
+    @contextlib.contextmanager
+    def graph(self, graph: Any, pool: str, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        self.note(f"records on {stream.name} into {pool}, {capture_error_mode}")
+        yield
+
+
+def test_on_a_gpu_all_of_a_fit_is_on_one_stream_and_recordings_have_a_new_pool_after_each_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Autograd's nodes keep the stream they were made on; and torch takes no pool again whose graphs are gone."""
+    gpu = Gpu(monkeypatch)
+    world: Any = types.SimpleNamespace(device=torch.device("cuda", 0), size=1, is_main=True)
+    graphs = cuda_graph.CudaGraphs(world, TrainerConfig(cuda_graph=True), 8)
+    pools: list[str] = []
+    for _ in range(2):
+        gpu.asked.clear()
+        with graphs.on_stream():
+            assert graphs._record is not None
+            graphs._record(lambda: None)
+        waits, recorded, back = gpu.asked
+        assert (waits, back) == ("own waits for outer", "outer waits for own")
+        assert recorded.startswith("records on own into pool")
+        assert recorded.endswith("thread_local")
+        pools.append(recorded)
+        graphs.release()
+    assert pools[0] != pools[1]
+    gpu.asked.clear()
+    with pytest.raises(ZeroDivisionError), graphs.on_stream():
+        raise ZeroDivisionError
+    assert gpu.asked == ["own waits for outer", "outer waits for own"]

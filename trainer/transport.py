@@ -1,4 +1,4 @@
-"""Objects on their way to other ranks: pickled, with every tensor sent through host memory."""
+"""How things travel to other ranks: objects as bytes, their tensors through host memory; plain tensors flat."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ def flat(tensor: Tensor) -> Tensor:
     """A tensor's memory, to be sent or overwritten, in one dimension where it lies in order.
 
     torch copies a tensor with dimensions of size 1 into itself only if their strides are the usual ones, as those of
-    channels_last are not.
+    channels_last are not. Of a type that no backend sends it is the bytes.
     """
-    return tensor.data.view(-1) if tensor.ndim > 1 and tensor.is_contiguous() else tensor.data
+    data = tensor.data
+    if data.dtype not in _SENT and not data.is_contiguous():  # channels last: contiguous with them moved there
+        data = data.movedim(1, -1)
+    if data.is_contiguous():
+        data = data.view(-1)
+    return data if data.dtype in _SENT or data.ndim != 1 else data.view(torch.uint8)
 
 
 def sendable(error: BaseException | None) -> BaseException | None:
@@ -47,6 +52,7 @@ _RESTORED = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
+_SENT = {*_RESTORED, torch.complex32} - {torch.int16}  # by gloo and NCCL
 _PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -38,11 +38,8 @@ class StopAgreement:
         self._wish: str | None = None
         self._last_step, self._last_time = step, time.monotonic()
         self._next_step = step + 1
-        self._started = self._settled = self._last_time
-        self._first = True
-        self._longest = self._saving = 0.0
-        self._evaluations = 0
-        self._is_evaluating = self._is_leaving = False
+        self._started = self._last_time
+        self._deadline = _Deadline(self._world.is_main)
         self._signals = Signals(self.ask, self._seconds_to_leave)  # a handler of the script's may still call the one before
         self._signals.open()
 
@@ -65,56 +62,37 @@ class StopAgreement:
 
         `finished`: whether this was the last step in any case.
         """
+        self._deadline.end_step()
         reason = self._agreed(step, due)
-        self._is_leaving = finished or reason is not None
+        self._deadline.is_leaving = finished or reason is not None
         return reason
 
     def _agreed(self, step: int, due: bool) -> str | None:
-        now = time.monotonic()
-        if not self._first:  # it takes longer than the others: compilation, cold files
-            self._longest = max(self._longest, now - self._settled)
-        self._first, self._settled = False, now
-        if self._max_minutes is not None and self._world.is_main and now - self._started >= 60 * self._max_minutes:
+        minutes = (time.monotonic() - self._started) / 60
+        if self._max_minutes is not None and self._world.is_main and minutes >= self._max_minutes:
             self.ask(f"max_minutes={self._max_minutes:g} have passed")
         if self._world.size == 1:
             return self._wish
         if not due and step < self._next_step:
             return None
-        wishes, interval, self._saving = self._world.sum(self._message(step)).tolist()
+        wishes, interval, self._deadline.saving = self._world.sum(self._message(step)).tolist()
         self._last_step, self._last_time = step, time.monotonic()
         self._next_step = step + int(interval)
-        self._world.hurry()
+        self._world.shorten_timeout()
         if not wishes:
             return None
         return next(reason for reason in self._world.gather(self._wish) if reason is not None)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Around an evaluation: how long the first one takes is not known, and no step has shown it."""
-        self._is_evaluating = True
-        try:
-            yield
-        finally:
-            self._is_evaluating = False
-        self._evaluations += 1
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation in `fit`."""
+        return self._deadline.evaluating()
 
     def obey(self) -> None:
         """After `close`, on a rank that only waits for others: a signal that has come ends this process."""
         self._signals.resend()
 
     def _seconds_to_leave(self) -> float:
-        """How long a wish may take to be fulfilled: the longest step, evaluation and hooks included, a save, and some slack.
-
-        A step that has taken longer than that by now is not expected to end. A file that is on its way gets all the time there
-        is, and so does rank 0's last one.
-        """
-        if self._is_leaving or checkpoint.Writes.under_way:
-            return _LATEST
-        saving = checkpoint.Writes.last_seconds if self._world.is_main else self._saving
-        allowed = min(self._longest + saving + _SLACK, _LATEST)
-        if self._is_evaluating and self._evaluations == 0:
-            allowed = _LATEST
-        return allowed if time.monotonic() - self._settled < allowed else _AT_ONCE
+        return self._deadline.seconds()
 
     def _message(self, step: int) -> torch.Tensor:
         """How many ranks wish to stop; from rank 0 alone, the steps to the next message and how long its last save took."""
@@ -122,3 +100,48 @@ class StopAgreement:
         interval = max(1, min(self._log_every, int(_PERIOD / max(pace, 1e-9))))
         from_main = [float(interval), checkpoint.Writes.last_seconds] if self._world.is_main else [0.0, 0.0]
         return torch.tensor([float(self._wish is not None), *from_main], dtype=torch.float64, device=self._world.device)
+
+
+class _Deadline:
+    """How long this process may take to leave once a signal has asked it to, from what its steps have taken so far."""
+
+    def __init__(self, is_main: bool) -> None:
+        self.saving = 0.0
+        """Seconds that rank 0's last save took, as another rank has heard."""
+        self.is_leaving = False
+        """Whether the last step is over, and only the run's last file is still to come."""
+        self._is_main = is_main
+        self._settled = time.monotonic()
+        self._steps = self._evaluations = 0
+        self._longest = 0.0  # step, with the evaluation and the hooks in it
+        self._is_evaluating = False
+
+    def end_step(self) -> None:
+        now = time.monotonic()
+        if self._steps:  # the first takes longer than the others: compilation, cold files
+            self._longest = max(self._longest, now - self._settled)
+        self._steps, self._settled = self._steps + 1, now
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """How long the first evaluation takes is not known, and no step has shown it."""
+        self._is_evaluating = True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
+        self._evaluations += 1
+
+    def seconds(self) -> float:
+        """The longest step, a save, and some slack.
+
+        A step that has taken longer than that by now is not expected to end. A file that is on its way gets all the time there
+        is, and so does rank 0's last one.
+        """
+        if self.is_leaving or checkpoint.Writes.under_way:
+            return _LATEST
+        saving = checkpoint.Writes.last_seconds if self._is_main else self.saving
+        allowed = min(self._longest + saving + _SLACK, _LATEST)
+        if self._is_evaluating and self._evaluations == 0:
+            allowed = _LATEST
+        return allowed if time.monotonic() - self._settled < allowed else _AT_ONCE

@@ -14,7 +14,7 @@ from .config import TrainerConfig
 from .world import World
 
 
-def agree(
+def check_same_on_all_ranks(
     world: World, model: nn.Module, train_data: Any, samples: int | None, eval_sets: Mapping[str, Any], config: TrainerConfig
 ) -> None:
     """Raise ValueError on every rank, naming rank and values, unless all ranks were given the same. Called on every rank."""
@@ -28,10 +28,10 @@ def agree(
     tensors = _tensors(model)
     mine["the model"] = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
     gathered = world.gather(mine)
-    others = next(({"rank": rank, **theirs} for rank, theirs in enumerate(gathered) if theirs != gathered[0]), None)
-    if others is None:
+    rank = next((rank for rank, theirs in enumerate(gathered) if theirs != gathered[0]), None)
+    if rank is None:
         return
-    first, rank = gathered[0], others.pop("rank")
+    first, others = gathered[0], gathered[rank]
     what = next(name for name in [*first, *others] if first.get(name) != others.get(name))
     left, right = first.get(what), others.get(what)
     if what == "the model":
@@ -43,11 +43,11 @@ def agree(
 
 
 def _of_indices(dataset: Any) -> int | None:
-    """What tells `Subset`s apart, at a glance: a checksum of some of the indices; None for what is none."""
+    """A checksum of about a thousand of a `Subset`'s indices; None for any other dataset."""
     if not isinstance(dataset, Subset):
         return None
-    places = range(0, len(dataset.indices), max(1, len(dataset.indices) // 1000))
-    return zlib.crc32(repr([[dataset.indices[place] for place in places], _of_indices(dataset.dataset)]).encode())
+    some = range(0, len(dataset.indices), max(1, len(dataset.indices) // 1000))
+    return zlib.crc32(repr([[dataset.indices[index] for index in some], _of_indices(dataset.dataset)]).encode())
 
 
 def _tensors(model: nn.Module) -> list[str]:

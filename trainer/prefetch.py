@@ -15,7 +15,7 @@ from .data import to_device
 _Sent = tuple[Any, Any, torch.cuda.Event | None]
 
 
-class Ahead:
+class Prefetcher:
     """Gives batches one by one, on the device; the next one's copy is under way by then, on a stream of its own.
 
     A copy to the GPU goes on by itself from pinned memory only, so batches that are not in it are put there. What is copied

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from . import checkpoint
+from . import checkpoint, model_keys
 from .callback import Dispatcher
 from .precision import Precision
 from .schedule import LENGTHS
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .ddp_trainer import DDPTrainer
 
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("trainer")
 
 
 def take(trainer: DDPTrainer, run_config: Mapping[str, Any], precision: Precision, hooks: Dispatcher) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def take(trainer: DDPTrainer, run_config: Mapping[str, Any], precision: Precisio
         "format": checkpoint.FORMAT,
         "state": dataclasses.asdict(trainer.state),
         "config": dict(run_config),
-        "model": checkpoint.plain_keys(trainer.model.state_dict()),
+        "model": model_keys.plain_keys(trainer.model.state_dict()),
         "optimizer": _plain_numbers(trainer.optimizer.state_dict()),
         "scheduler": None if trainer.scheduler is None else _plain_numbers(trainer.scheduler.state_dict()),
         "scaler": precision.state_dict(),
@@ -83,7 +83,7 @@ def check(
     if missing := [part for part in parts if part not in state]:
         raise ValueError(f"this is not what DDPTrainer.state_dict() gave: {', '.join(missing)} missing; found {list(state)[:8]}")
     own = model.state_dict()
-    saved = checkpoint.in_keys_of(own, state["model"])
+    saved = model_keys.in_keys_of(own, state["model"])
     _check_run(state["config"], run_config)
     _check_model(saved, own)
     _check_optimizer(state["optimizer"], optimizer)
@@ -95,8 +95,19 @@ def check(
     return saved
 
 
+_IMPLEMENTATION = ("fused", "foreach", "capturable")
+
+
 def restore_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
-    """`optimizer.load_state_dict`, with the tensors of its state in the type they were saved in, in memory of their own."""
+    """`optimizer.load_state_dict`, with the tensors of its state in the type they were saved in, in memory of their own.
+
+    How it computes is not the file's to say: that was chosen for the device that the file was written on.
+    """
+    groups = [
+        group | {key: own[key] for key in _IMPLEMENTATION if key in own and key in group}
+        for group, own in zip(saved["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    saved = {**saved, "param_groups": groups}
     optimizer.load_state_dict(saved)  # casts them to the parameter's type, which is not always theirs: ASGD, NAdam
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     numbers = (number for group in saved["param_groups"] for number in group["params"])

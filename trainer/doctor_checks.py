@@ -22,14 +22,14 @@ OBJECTS = "compare the Python and torch versions of the nodes"
 BUG = "if all of the above is ok, this is a bug of ddp-trainer: please report it with all of these lines"
 
 
-class Wrong(Exception):
+class CheckFailed(Exception):
     """A check found something else than it expected. Raised only where no other rank is kept waiting by that."""
 
 
 def expect(found: Any, expected: Any, remedy: str) -> None:
-    """Raise Wrong unless the two are equal."""
+    """Raise CheckFailed unless the two are equal."""
     if found != expected:
-        raise Wrong(f"found {found}, expected {expected}; {remedy}")
+        raise CheckFailed(f"found {found}, expected {expected}; {remedy}")
 
 
 def check_versions(world: World) -> str:
@@ -49,7 +49,9 @@ def check_device(world: World) -> str:
         row = torch.arange(64.0, device=world.device)
         found = torch.outer(row, torch.ones_like(row)).mm(torch.eye(64, device=world.device)).sum().item()
     except RuntimeError as error:
-        raise Wrong(f"found {error}, expected a product; see nvidia-smi, and whether torch is built for this GPU") from error
+        raise CheckFailed(
+            f"found {error}, expected a product; see nvidia-smi, and whether torch is built for this GPU"
+        ) from error
     expect(found, 64 * 2016.0, "the device computes wrongly: take it out of the job")
     return f"{world.device} and the others compute"
 
@@ -195,7 +197,7 @@ def check_checkpoint(world: World) -> str:
 
 
 def write(world: World, trainer: DDPTrainer) -> tuple[str, int]:
-    """Write a checkpoint on rank 0: its folder and size. Wrong, on every rank, if that cannot be done."""
+    """Write a checkpoint on rank 0: its folder and size. CheckFailed, on every rank, if that cannot be done."""
 
     def work() -> tuple[str, int]:
         folder = tempfile.mkdtemp(prefix="doctor-")
@@ -208,7 +210,7 @@ def write(world: World, trainer: DDPTrainer) -> tuple[str, int]:
     try:
         return world.run_on_main(work)
     except OSError as error:
-        raise Wrong(f"found {error}, expected a checkpoint; TMPDIR names another folder for this check") from error
+        raise CheckFailed(f"found {error}, expected a checkpoint; TMPDIR names another folder for this check") from error
 
 
 _COLLECTIVES = (check_sum, check_gather, check_broadcast, check_barrier, check_main_first, check_run_on_main, check_backward)

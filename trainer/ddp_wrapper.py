@@ -31,13 +31,13 @@ def backward_zeros(wrapped: nn.Module) -> None:
     model, wrapped.module = wrapped.module, _Zeros(wrapped.module)
     kept, wrapped.require_forward_param_sync = wrapped.require_forward_param_sync, False  # buffers stay as they are
     try:
-        wrapped().backward()
+        wrapped(None).backward()  # without any argument DDP fails on GPUs
     finally:
         wrapped.module, wrapped.require_forward_param_sync = model, kept
 
 
 def unreduced(wrapped: nn.Module) -> list[int]:
-    """The places, among the trainable parameters, of those whose gradients the last backward has left unreduced.
+    """The indices, among the trainable parameters, of those whose gradients the last backward has left unreduced.
 
     DDP says so itself, but in its next forward only.
     """
@@ -51,7 +51,7 @@ def unreduced(wrapped: nn.Module) -> list[int]:
     return []
 
 
-def let_go(wrapped: DistributedDataParallel) -> None:
+def drop_group(wrapped: DistributedDataParallel) -> None:
     """Drop what a wrapper holds of its process group, before that is destroyed.
 
     A wrapper that is still alive when the interpreter ends can abort the process, whether its group was destroyed or not.
@@ -67,8 +67,8 @@ class _Zeros(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self) -> Tensor:
-        owners: dict[int, nn.Module] = {}  # the first of each parameter, which DDP asks
+    def forward(self, nothing: None) -> Tensor:
+        owners: dict[int, nn.Module] = {}  # the first module that has a parameter: the one DDP asks whether it is sparse
         for module in self.model.modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), module)
@@ -96,6 +96,6 @@ class _NoGradient(torch.autograd.Function):
         if ctx.sparse is None:
             return None, None
         shape, dtype = ctx.sparse
-        places = torch.empty(1, 0, dtype=torch.int64, device=gradient.device)
+        indices = torch.empty(1, 0, dtype=torch.int64, device=gradient.device)
         values = torch.empty(0, *shape[1:], dtype=dtype, device=gradient.device)
-        return torch.sparse_coo_tensor(places, values, shape, check_invariants=False), None
+        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False), None
