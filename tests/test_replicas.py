@@ -508,6 +508,13 @@ def test_state_that_an_optimizer_has_already_follows_the_model_to_its_device() -
     assert {key: value.device.type for key, value in state.items()} == {"step": "cpu", "sum": "meta"}
 
 
+def test_a_trainer_moves_the_state_of_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[Any] = []
+    monkeypatch.setattr("trainer.replica._move_state", moved.append)
+    trainer = toy_trainer(4)
+    assert moved == [trainer.optimizer]
+
+
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.uint64, torch.float8_e4m3fn])
 def test_buffers_of_types_that_no_backend_sends_are_rank_0_s_too(ranks: Ranks, dtype: torch.dtype) -> None:
     class WithBuffers(Toy):
