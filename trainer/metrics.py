@@ -43,14 +43,15 @@ def widest(device: torch.device) -> torch.dtype:
 
 
 class WeightedSums:
-    """Sums and weights of named values on this rank, in float64 on the device (float32 where it has none).
+    """Sums and weights of named values on this rank, in float64 (float32 on a device that has none).
 
-    The keys are fixed by the first `add`.
+    On the CPU they are plain numbers, which is far less work than tensors of one number; elsewhere they are on the device, for
+    which the host must not wait. The keys are fixed by the first `add`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._zeros = torch.zeros((), dtype=widest(device), device=device)
-        self._totals: dict[str, Tensor] = {}
+        self._zero = torch.zeros((), dtype=widest(device), device=device)
+        self._totals: dict[str, Tensor | float] = {}
         self._counts: dict[str, Tensor | float] = {}
 
     @property
@@ -58,9 +59,9 @@ class WeightedSums:
         """In the order of the first `add`; empty before it."""
         return tuple(self._totals)
 
-    def total(self, key: str) -> Tensor:
-        """The running sum: 0-dim, on the device; changes with every `add`."""
-        return self._totals[key]
+    def total(self, key: str) -> Tensor | float:
+        """The running sum: a number, or 0-dim on the device, where it changes with every `add`; 0 before the first."""
+        return self._totals.get(key, 0.0)
 
     def add(self, values: Mapping[Any, Tensor | float | Mean], samples: int) -> None:
         """Add one batch: a plain value is a mean over its `samples`, a `Mean` carries its own weight.
@@ -77,30 +78,33 @@ class WeightedSums:
                 raise TypeError(
                     f"the keys that a step returns must be strings; found {strange[0]!r} ({type(strange[0]).__name__})"
                 )
-            self._totals = {key: self._zeros.clone() for key in values}
+            self._totals = {key: 0.0 if self._zero.is_cpu else self._zero.clone() for key in values}
             self._counts = dict.fromkeys(values, 0.0)
         for key, value in values.items():
             if isinstance(value, Mean):
-                self._totals[key].add_(scalar(value.total, key))
-                self._counts[key] = self._zeros + self._counts[key] + scalar(value.count, key)
+                count, value, weight = _number(value.count, key), value.total, 1
+                self._counts[key] += self._zero + count if isinstance(count, Tensor) else count
             else:
-                self._totals[key].add_(scalar(value, key), alpha=samples)
+                weight = samples
                 self._counts[key] += samples
+            number, total = _number(value, key), self._totals[key]
+            if isinstance(total, Tensor):
+                total.add_(number, alpha=weight)
+            else:
+                self._totals[key] = total + float(number) * weight
 
     def pop(self, keys: tuple[str, ...]) -> Tensor:
         """The sums of `keys`, then their weights, in one vector to be summed over ranks (zeros for unknown keys). Starts anew."""
-        zero = self._zeros
-        counts = [self._counts.get(key, 0.0) for key in keys]
-        totals = torch.stack([self._totals.get(key, zero) for key in keys])
-        if any(isinstance(count, Tensor) for count in counts):
-            weights = torch.stack([torch.as_tensor(count, dtype=zero.dtype, device=zero.device) for count in counts])
-        else:
-            weights = torch.tensor(counts, dtype=zero.dtype, device=zero.device)
-        packed = torch.cat([totals, weights])
-        for total in self._totals.values():
-            total.zero_()
+        packed = torch.cat([self._vector(self._totals, keys), self._vector(self._counts, keys)])
+        self._totals = {key: total.zero_() if isinstance(total, Tensor) else 0.0 for key, total in self._totals.items()}
         self._counts = dict.fromkeys(self._totals, 0.0)
         return packed
+
+    def _vector(self, numbers: Mapping[str, Tensor | float], keys: tuple[str, ...]) -> Tensor:
+        chosen, dtype, device = [numbers.get(key, 0.0) for key in keys], self._zero.dtype, self._zero.device
+        if any(isinstance(number, Tensor) for number in chosen):
+            return torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in chosen])
+        return torch.tensor(chosen, dtype=dtype, device=device)
 
 
 def scalar(value: Any, key: str) -> Tensor | float:
@@ -114,6 +118,12 @@ def scalar(value: Any, key: str) -> Tensor | float:
         raise ValueError(f"{wanted}; found a {value.dtype} tensor of shape {tuple(value.shape)}: take its .mean(), say")
     hint = " (objects with update and compute have their place in eval_step)" if hasattr(value, "compute") else ""
     raise TypeError(f"{wanted}, or a Mean; found {value!r} ({type(value).__name__}){hint}")
+
+
+def _number(value: Any, key: str) -> Tensor | float:
+    """As `scalar`, and a plain number where nobody has to wait for it: on the CPU."""
+    number = scalar(value, key)
+    return number.item() if isinstance(number, Tensor) and number.is_cpu else number
 
 
 def means(keys: tuple[str, ...], packed: list[float]) -> dict[str, float]:

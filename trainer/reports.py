@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from . import checksum
 from .config import TrainerConfig
-from .metrics import Mean, WeightedSums, agree_on_keys, means, widest
+from .metrics import Mean, WeightedSums, agree_on_keys, means
 from .replica import Replica
 from .state import TrainerState
 from .world import World
@@ -34,10 +34,9 @@ class Reporter:
         self._replica = replica
         self._sums = WeightedSums(world.device)
         self._keys: tuple[str, ...] | None = None
-        self._loss: Tensor | None = None  # the running sum, once there is one
         self._since_report: list[float] = []
         self._since_epoch: list[float] = []
-        self._trace = _LossTrace(min(config.log_every, _MARKS), world.device)
+        self._trace = _LossTrace(min(config.log_every, _MARKS))
         self._config = config
         self._first_bad_loss = ""
         self._warned: set[str] = set()
@@ -56,13 +55,11 @@ class Reporter:
             others = [self._keys] * self._world.size
             agree_on_keys([*others[: self._world.rank], tuple(values), *others[self._world.rank + 1 :]], "training_step")
         self._sums.add(values, samples)
-        if self._loss is None:
-            self._loss = self._sums.total("loss")
 
     def end_step(self, step: int, samples: int) -> None:
         """The window of optimizer step `step`, over `samples` on all ranks."""
         self._samples += samples
-        self._trace.record(step, self._loss)
+        self._trace.record(step, self._sums.total("loss"))
 
     def note_rates(self, optimizer: Optimizer) -> None:
         """The learning rates that the coming update uses (a copy: a scheduler writes the next rate into the same tensor)."""
@@ -161,30 +158,27 @@ class Reporter:
 
 
 class _LossTrace:
-    """This rank's running loss after each step since the last report, kept on the device: shows when it stopped being finite."""
+    """This rank's running loss after each step since the last report: shows when it stopped being finite."""
 
-    def __init__(self, steps: int, device: torch.device) -> None:
+    def __init__(self, steps: int) -> None:
         """`steps`: how many are told apart; those that follow share the last place."""
-        self._values = torch.zeros(steps, dtype=widest(device), device=device)
-        self._slots = self._values.unbind()
+        self._most = steps
+        self._losses: list[Tensor | float] = []
         self._steps: list[int] = []
         self._is_full = False
 
-    def record(self, step: int, loss: Tensor | None) -> None:
-        """The running loss after `step`; None before this rank has had a sample."""
-        if len(self._steps) == len(self._slots):
+    def record(self, step: int, loss: Tensor | float) -> None:
+        """The running loss after `step`; 0 before this rank has had a sample. The same steps on every rank."""
+        if len(self._steps) == self._most:
             self._steps.pop()
+            self._losses.pop()
             self._is_full = True
-        slot = self._slots[len(self._steps)]
-        if loss is not None:
-            slot.copy_(loss)
-        else:  # the same steps are recorded on every rank
-            slot.zero_()
         self._steps.append(step)
+        self._losses.append(loss.clone() if isinstance(loss, Tensor) else loss)
 
     def first_bad(self, world: World) -> str:
         """The first step, and its ranks, after which the running loss was not finite; it never is again. On every rank."""
-        good = world.gather(int(self._values[: len(self._steps)].isfinite().sum()))
+        good = world.gather(sum(math.isfinite(loss) for loss in self._losses))
         bad = {rank: self._steps[count] for rank, count in enumerate(good) if count < len(self._steps)}
         if not bad:
             return ""
@@ -193,7 +187,7 @@ class _LossTrace:
         return f"{'by' if self._is_full and step == self._steps[-1] else 'at'} step {step} on rank {ranks}"
 
     def restart(self) -> None:
-        self._steps, self._is_full = [], False
+        self._losses, self._steps, self._is_full = [], [], False
 
 
 def _own_keys(values: Mapping[str, Tensor | float | Mean]) -> list[str]:
