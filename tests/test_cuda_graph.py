@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -458,6 +459,8 @@ def test_values_that_are_not_on_the_device_tell_batches_apart() -> None:
     device = torch.device("meta")
     one, other = (cuda_graph._kind(torch.tensor(lengths), device) for lengths in ([1, 2], [2, 1]))
     assert one != other
+    for same in (torch.tensor(math.nan), torch.zeros(0), torch.ones(2, 3).T, torch.tensor([True])):
+        assert cuda_graph._kind(same, device) == cuda_graph._kind(same.clone(), device)
     assert cuda_graph._kind(torch.ones(2, device=device), device) == cuda_graph._kind(torch.zeros(2, device=device), device)
 
 
@@ -479,6 +482,7 @@ def test_recurrent_layers_with_dropout_are_refused_with_a_seed(tapes: Tapes, mon
     monkeypatch.setitem(globals(), "Network", Recurrent)
     with pytest.raises(ValueError, match="memory cannot be recorded with dropout and a seed"):
         train(cuda_graph=True)
+    cuda_graph._check_recurrent(Recurrent().eval())  # draws nothing
 
 
 class Gpu:

@@ -57,8 +57,8 @@ def pretend(waits: Counter[str]) -> None:
         setattr(torch.cuda, name, answer)
     torch.amp.grad_scaler.amp_definitely_not_available = lambda: False  # type: ignore[attr-defined]
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    from_numbers = torch.tensor  # which would look for a driver
-    torch.tensor = lambda *args, device=None, **options: from_numbers(*args, **options).to(device)  # type: ignore[assignment]
+    for name in ("tensor", "as_tensor"):  # which would look for a driver
+        setattr(torch, name, through_the_cpu(getattr(torch, name)))
     own: Any = Tensor
     item = Tensor.item
 
@@ -76,6 +76,13 @@ def pretend(waits: Counter[str]) -> None:
     world_room.unpack = lambda value, device: tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
     checkpoint.check_plain = lambda content: None
     warnings.simplefilter("ignore")  # of ranks without a GPU
+
+
+def through_the_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(values: Any, device: torch.device | None = None, **options: Any) -> Tensor:
+        return make(values, **options).to(device if device is not None else CPU)
+
+    return made
 
 
 def caller() -> str:

@@ -802,3 +802,23 @@ def test_how_an_optimizer_computes_is_its_own_choice_after_a_resume(tmp_path: Pa
         ("fused", "capturable"), not saved_fused
     )
     assert {float(state["step"]) for state in resumed.state.values()} == {4.0}
+
+
+def test_a_fused_optimizer_counts_its_steps_in_the_type_that_its_kernels_read(tmp_path: Path) -> None:
+    """A file of one that is not fused may hold float64."""
+
+    def fit(fused: bool, epochs: int) -> list[torch.dtype]:
+        model = nn.Linear(1, 1)
+        optimizer = AdamW(model.parameters(), fused=fused)
+        data = torch.utils.data.TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+        config = TrainerConfig(batch_size=2, epochs=epochs)
+        DDPTrainer(model, optimizer, data, loss_fn=mse_loss, config=config, callbacks=[Checkpoint(tmp_path)]).fit(tmp_path)
+        return [state["step"].dtype for state in optimizer.state.values()]
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert fit(False, 1) == [torch.float64] * 2
+        assert fit(True, 2) == [torch.float32] * 2
+        assert fit(True, 3) == [torch.float32] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)

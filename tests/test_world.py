@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import json
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers import Ranks, Recorder, toy_trainer
+from tests.helpers import Ranks, Recorder, Toy, toy_trainer
 from trainer import World, launch, rendezvous
 from trainer.launch import Launch
 from trainer.rendezvous import agree_on_key
@@ -760,3 +764,98 @@ def test_a_world_of_the_script_s_own_goes_on_after_an_error_that_every_rank_has_
         return failed, dist.is_initialized()
 
     assert ranks(2, run) == [(False, False)] * 2
+
+
+def test_the_next_error_after_one_that_was_caught_is_the_one_that_torchrun_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    """Also before any other call; and what came to a good end has told nothing."""
+
+    def run(fails: bool) -> str | None:
+        file = tmp_path / f"error-{fails}-{os.environ['RANK']}.json"
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(file)
+        with pytest.raises(FileNotFoundError), toy_trainer(4, batch_size=1, epochs=1) as trainer:
+            trainer.fit(resume_from=tmp_path / "missing.pt")
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext(), toy_trainer(4, batch_size=1, epochs=1):
+            assert 1 / (1 - fails)
+        return json.loads(file.read_text())["message"]["message"].split(":")[0] if file.exists() else None
+
+    assert ranks(2, run, True) == ["ZeroDivisionError"] * 2
+    assert ranks(2, run, False) == [None] * 2
+
+
+def test_a_world_that_is_kept_after_an_error_keeps_no_model(ranks: Ranks, tmp_path: Path) -> None:
+    def run() -> bool:
+        model = Toy()
+        known = weakref.ref(model)
+
+        def fail(model: nn.Module) -> None:
+            with suppress(FileNotFoundError), toy_trainer(4, model, batch_size=1, epochs=1) as trainer:
+                trainer.fit(resume_from=tmp_path / "missing.pt")
+
+        fail(model)
+        del model
+        gc.collect()
+        return known() is None
+
+    assert ranks(2, run) == [True, True]
+
+
+def test_an_error_that_one_rank_has_caught_does_not_count_on_any_once_all_go_on(ranks: Ranks) -> None:
+    def run() -> Any:
+        world = World.from_env()
+        with suppress(ValueError), toy_trainer(4, batch_size=1, epochs=1) as trainer:
+            trainer.fit()
+            if world.is_main:
+                raise ValueError("in rank 0's own code")
+        toy_trainer(4, batch_size=1, epochs=1).fit()
+        assert not world.failed
+        assert world.roll_call is not None
+        if world.rank == 1:
+            world.record_failure(ValueError("rank 1's"))
+        time.sleep(0.5)
+        said, _ = world.roll_call.ask(timed_out=False)
+        return said["cause"]
+
+    assert ranks(3, run) == [[1]] * 3
+
+
+def test_a_kept_world_waits_for_the_device_it_was_opened_for(ranks: Ranks, tmp_path: Path) -> None:
+    def run() -> tuple[bool, bool]:
+        with pytest.raises(FileNotFoundError), toy_trainer(4, batch_size=1, epochs=1) as trainer:
+            trainer.fit(resume_from=tmp_path / "missing.pt")
+        with pytest.raises(RuntimeError, match="computes on cpu, not on 'cuda'"):
+            World.from_env("cuda")
+        same = World.from_env() is trainer.world
+        World.from_env().close()
+        return same, dist.is_initialized()
+
+    assert ranks(2, run) == [(True, False)] * 2
+
+
+def test_a_group_that_the_script_has_opened_since_is_not_taken_for_a_kept_one(ranks: Ranks, tmp_path: Path) -> None:
+    def run() -> tuple[bool, bool]:
+        with pytest.raises(FileNotFoundError), toy_trainer(4, batch_size=1, epochs=1) as trainer:
+            trainer.fit(resume_from=tmp_path / "missing.pt")
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=int(os.environ["RANK"]), world_size=2)
+        world = World.from_env()
+        world.close()
+        found = world is trainer.world, dist.is_initialized()
+        dist.destroy_process_group()
+        return found
+
+    assert ranks(2, run) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
+def test_part_of_a_tensor_is_refused_by_torch_alone(ranks: Ranks, dtype: torch.dtype) -> None:
+    """A slice with steps is sent where torch can."""
+
+    def send() -> str:
+        world, values = World.from_env(), torch.arange(6).to(dtype)[::2]
+        try:
+            world.broadcast_tensors([values])
+        except RuntimeError as error:
+            return str(error)
+        return str(values.tolist())
+
+    assert ranks(2, send) == ["Invalid scalar type" if dtype == torch.int16 else "[0.0, 2.0, 4.0]"] * 2

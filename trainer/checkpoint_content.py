@@ -109,13 +109,16 @@ def restore_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
     ]
     saved = {**saved, "param_groups": groups}
     optimizer.load_state_dict(saved)  # casts them to the parameter's type, which is not always theirs: ASGD, NAdam
+    fused = {parameter for group in optimizer.param_groups if group.get("fused") for parameter in group["params"]}
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     numbers = (number for group in saved["param_groups"] for number in group["params"])
     for number, parameter in zip(numbers, parameters, strict=True):
         restored = optimizer.state.get(parameter, {})
         for key, value in saved["state"].get(number, {}).items():
             if isinstance(value, Tensor) and isinstance(restored.get(key), Tensor):
-                restored[key] = value.to(restored[key].device, copy=True)
+                own = restored[key]
+                as_own = key == "step" and parameter in fused  # whose kernels read it in just that type
+                restored[key] = value.to(own.device, own.dtype if as_own else value.dtype, copy=True)
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -57,8 +57,9 @@ class TrainerConfig:
     sync_batchnorm: bool = False
     """BatchNorm normalises by the batches of all ranks together (torch has that for CUDA only; on CPU: one warning)."""
     cuda_graph: bool = False
-    """On a GPU, record what the steps do there as CUDA graphs and replay that. The steps must not wait for the device, and must
-    return tensors; the optimizer needs ``fused=True`` or ``capturable=True``. Elsewhere: one warning, and nothing else."""
+    """On a GPU, record what the steps do there as CUDA graphs and replay that. The steps must not wait for the device, must
+    return tensors there, and must not count or exchange anything in Python; the optimizer needs ``fused=True`` or
+    ``capturable=True``; recurrent layers with dropout need ``seed=None``. Elsewhere: one warning, and nothing else."""
     gradient_compression: Compression | None = None
     """Send gradients between the ranks in this format."""
     shuffle: bool = True

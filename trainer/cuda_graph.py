@@ -187,8 +187,8 @@ class CudaGraphs:
     def _warn_of_kinds(self) -> None:
         if self._world.is_main and not self._warned:
             warnings.warn(
-                f"cuda_graph: batches came in more than {_MOST_KINDS} shapes; those of any other shape run eagerly. Pad them to "
-                "a few shapes",
+                f"cuda_graph: batches came in more than {_MOST_KINDS} shapes, or with as many values in what is not on the "
+                "device; all others run eagerly. Pad them to a few shapes, and move tensors to the device",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -250,7 +250,7 @@ def _version(gradient: Tensor | None) -> int:
 def _kind(leaf: Any, device: torch.device) -> Any:
     """What a recording of a pass depends on. TypeError for what cannot be told apart, and so would stay as it was."""
     if isinstance(leaf, Tensor) and leaf.device.type != device.type:  # its values go into what is sent to the device
-        return leaf.shape, leaf.dtype, tuple(leaf.flatten().tolist())
+        return leaf.shape, leaf.dtype, leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride()
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
@@ -301,9 +301,13 @@ def _memory(model: nn.Module, optimizer: Optimizer) -> list[Any]:
     return found
 
 
+def _draws(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) and module.dropout > 0 and module.training
+
+
 def _check_recurrent(model: nn.Module) -> None:
     """ValueError for layers that ask the device for a number after each seeding."""
-    recurrent = [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase) and module.dropout > 0]
+    recurrent = [name for name, module in model.named_modules() if _draws(module)]
     if recurrent:
         raise ValueError(
             f"cuda_graph=True: {', '.join(recurrent)} cannot be recorded with dropout and a seed, as cuDNN sets up its dropout "

@@ -63,8 +63,6 @@ def collective_call(
     try:
         if outer is None:
             _check_calls(call + detail, world)
-            if world.failed:
-                world.recover()
         yield
     except BaseException as raised:
         error = on_error(raised) if outer is None or call == "fit" else raised
@@ -156,9 +154,17 @@ def with_text(text: str, error: BaseException) -> BaseException:
     return error
 
 
+def _is_call(gathered: Any) -> bool:
+    return isinstance(gathered, tuple) and [type(item) for item in gathered] == [str, bool]
+
+
 def _check_calls(call: str, world: World) -> None:
-    gathered: list[Any] = world.gather(call)
-    calls = [other if isinstance(other, str) else "something else" for other in gathered]
+    """RuntimeError on every rank unless all make this call. Where one comes from an error that was caught, all begin anew."""
+    gathered: list[Any] = world.gather((call, world.failed))
+    made = [other if _is_call(other) else ("something else", False) for other in gathered]
+    if any(failed for _, failed in made):
+        world.recover()
+    calls = [other for other, _ in made]
     if set(calls) != {call}:
         ranks = {call: ", ".join(str(rank) for rank, other in enumerate(calls) if other == call) for call in calls}
         found = "; ".join(f"{call} on rank {where}" for call, where in ranks.items())

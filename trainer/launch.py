@@ -1,4 +1,4 @@
-"""How a process learns who it is: the launcher's environment, its device, and a key that all ranks agree on."""
+"""How a process learns who it is: the launcher's environment, and its device."""
 
 from __future__ import annotations
 

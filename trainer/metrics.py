@@ -95,16 +95,14 @@ class WeightedSums:
 
     def pop(self, keys: tuple[str, ...]) -> Tensor:
         """The sums of `keys`, then their weights, in one vector to be summed over ranks (zeros for unknown keys). Starts anew."""
-        packed = torch.cat([self._vector(self._totals, keys), self._vector(self._counts, keys)])
+        zero, numbers = self._zero, [sums.get(key, 0.0) for sums in (self._totals, self._counts) for key in keys]
+        if any(isinstance(number, Tensor) for number in numbers):
+            packed = torch.stack([torch.as_tensor(number, dtype=zero.dtype, device=zero.device) for number in numbers])
+        else:
+            packed = torch.tensor(numbers, dtype=zero.dtype, device=zero.device)
         self._totals = {key: total.zero_() if isinstance(total, Tensor) else 0.0 for key, total in self._totals.items()}
         self._counts = dict.fromkeys(self._totals, 0.0)
         return packed
-
-    def _vector(self, numbers: Mapping[str, Tensor | float], keys: tuple[str, ...]) -> Tensor:
-        chosen, dtype, device = [numbers.get(key, 0.0) for key in keys], self._zero.dtype, self._zero.device
-        if any(isinstance(number, Tensor) for number in chosen):
-            return torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in chosen])
-        return torch.tensor(chosen, dtype=dtype, device=device)
 
 
 def scalar(value: Any, key: str) -> Tensor | float:

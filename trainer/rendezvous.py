@@ -105,6 +105,7 @@ class RollCall:
     def begin_anew(self) -> None:
         """What was said so far counts no more. On every rank."""
         self._turn += 1
+        self._asked, self._is_hang = None, False
 
     def say(self, why: str) -> None:
         """`why`: `CAUSE` for an error of its own, `CONSEQUENCE` where a collective failed, `TIMED_OUT` where one took too long,

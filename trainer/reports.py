@@ -76,7 +76,7 @@ class Reporter:
             self._keys = agree_on_keys(self._world.gather(self._sums.keys), "training_step")
             self._since_report = self._since_epoch = [0.0] * (2 * len(self._keys))
         parameters, size = self._replica.parameters, self._world.size
-        parts = [torch.stack([_broken(self._replica.trainable), empty_windows]), self._sums.pop(self._keys)]
+        parts = [_broken(self._replica.trainable).view(1), empty_windows.view(1), self._sums.pop(self._keys)]
         if size > 1:
             parts.append(checksum.words(parameters))
         # The only wait for the device, while losses are finite.

@@ -29,11 +29,11 @@ def flat(tensor: Tensor) -> Tensor:
     channels_last are not. Of a type that no backend sends it is the bytes.
     """
     data = tensor.data
-    if data.dtype not in _SENT and not data.is_contiguous():  # channels last: contiguous with them moved there
+    if data.dtype not in _SENT and data.ndim > 1 and not data.is_contiguous():  # channels last: contiguous with them moved there
         data = data.movedim(1, -1)
     if data.is_contiguous():
         data = data.view(-1)
-    return data if data.dtype in _SENT or data.ndim != 1 else data.view(torch.uint8)
+    return data.view(torch.uint8) if data.dtype not in _SENT and data.ndim == 1 and data.is_contiguous() else data
 
 
 def sendable(error: BaseException | None) -> BaseException | None:

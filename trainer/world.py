@@ -65,6 +65,7 @@ class World(Coordination):
         self.is_main = self.rank == 0
         super().__init__()
         self._owns_group = owns_group
+        self._group = dist.group.WORLD if owns_group else None
         self.roll_call = _roll_calls[0] if owns_group and _roll_calls else None
         self._has_first_timeout = False
         self._process = os.getpid()
@@ -82,8 +83,8 @@ class World(Coordination):
         raises (default: 30 minutes until a first training step is over, 10 minutes from then on; of an open group: its own).
 
         Under torchrun, the process ends as soon as its agent has gone (on Linux): no orphan trains on. Raises RuntimeError for a
-        partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that is not there, and when an
-        open world or group does not fit `device`.
+        partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that is not there, for ranks on
+        different types of device, and when an open world or group does not fit `device`.
         """
         if (world := cls._opened_here() or cls._kept_here()) is not None:
             if device is not None and torch.device(device).type != world.device.type:
@@ -102,9 +103,11 @@ class World(Coordination):
                 _open_group(launch, chosen, timeout or FIRST_TIMEOUT)
             world = cls(launch, chosen, owns_group=launch.size > 1)
             world._has_first_timeout = launch.size > 1
+        if world is cls._kept:
+            world.recover()
         if timeout is not None:
             world.shorten_timeout(timeout)
-        cls._open = world
+        cls._open, cls._kept = world, None
         return world
 
     @classmethod
@@ -119,8 +122,9 @@ class World(Coordination):
 
     @classmethod
     def _kept_here(cls) -> World | None:
-        kept, cls._kept = cls._kept, None
-        return kept if kept is not None and kept._process == os.getpid() and dist.is_initialized() else None
+        """One whose group is still there; it may have been destroyed, and the script may have opened another."""
+        kept = cls._kept
+        return kept if kept is not None and kept._process == os.getpid() and kept._group is dist.group.WORLD else None
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype, shape and device."""
@@ -206,6 +210,7 @@ class World(Coordination):
             ddp_wrapper.drop_group(wrapped)
         if self.failed:
             World._kept = self if self._owns_group else None
+            self.remote_error = None  # whose traceback holds the trainer
             return
         gc.collect()
         if self._owns_group and dist.is_initialized():
@@ -226,6 +231,8 @@ class World(Coordination):
         self.failed, self.remote_error = False, None
         if self.roll_call is not None:
             self.roll_call.begin_anew()
+        with suppress(OSError):
+            os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
