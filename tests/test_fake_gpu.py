@@ -1,5 +1,5 @@
-"""A whole run on tensors that only pretend to be on a GPU: operations on tensors of two devices fail, and each wait of the
-host for the device is seen. What they hold is not computed, and nothing is differentiated: gradients are zeros."""
+"""A whole run on tensors that only pretend to be on a GPU: operations on tensors of two devices fail, and each number that the
+host reads from the device is seen. What they hold is not computed, and nothing is differentiated: gradients are zeros."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ def pretend(waits: Counter[str]) -> None:
         setattr(torch.cuda, name, answer)
     torch.amp.grad_scaler.amp_definitely_not_available = lambda: False  # type: ignore[attr-defined]
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
-    for name in ("tensor", "as_tensor"):  # which would look for a driver
-        setattr(torch, name, through_the_cpu(getattr(torch, name)))
+    torch.tensor = through_the_cpu(torch.tensor)  # type: ignore[assignment]  # which would look for a driver
     own: Any = Tensor
     item = Tensor.item
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAUROC, MulticlassConfusionMatrix
 from torchmetrics.functional.classification import multiclass_auroc
 from torchmetrics.retrieval import RetrievalMRR
 
 from tests.helpers import Numbers, Ranks, Toy, toy_trainer
 from trainer import DDPTrainer, World
-from trainer.meters import Meters
 
 SIZES = (1, 2, 3, 7, 10)
 CLASSES = 3
@@ -245,42 +243,3 @@ def test_an_object_that_comes_in_a_later_batch_only_is_refused() -> None:
 
     with pytest.raises(ValueError, match="eval_step must return the same object as 'total' every time"):
         toy_trainer(1, kind=Late, batch_size=2).evaluate(Numbers(4))
-
-
-class Items(Metric):
-    """Its state is a list that torchmetrics does not join."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("items", default=[], dist_reduce_fx=None)
-
-    def update(self, items: Tensor) -> None:
-        self.items.append(items)
-
-    def compute(self) -> int:
-        return 0
-
-
-class OnGpu:
-    """A tensor that has arrived on a GPU, as far as it is asked."""
-
-    def cpu(self) -> Tensor:
-        return torch.ones(2)
-
-
-@pytest.mark.parametrize("is_on_cpu", [False, True])
-def test_states_are_computed_on_the_device_that_a_metric_is_on(is_on_cpu: bool) -> None:
-    """A metric may be kept on the CPU, where `World.gather` brings nothing. This rank has one item, the other two."""
-    meter = Items().to("cpu" if is_on_cpu else "meta")
-    meter.update(torch.ones(2, device=meter.device))
-    others = iter([[2], *[(OnGpu(), meter.device.type)] * 2])
-
-    def gather(own: Any) -> list[Any]:
-        arrived = (OnGpu(), own[1]) if isinstance(own, tuple) and own[0] is not None else own
-        return [arrived, next(others)]
-
-    world: Any = types.SimpleNamespace(size=2, rank=0, device=torch.device("meta"), gather=gather)
-    with Meters(world)._gathering(meter, [True, True]):
-        gathered = [meter.dist_sync_fn(item) for item in meter.items]
-    kind = Tensor if is_on_cpu else OnGpu
-    assert [[type(state) for state in states] for states in gathered] == [[kind] * 2, [kind]]

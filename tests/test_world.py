@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers import Ranks, Recorder, Toy, toy_trainer
-from trainer import World, launch, rendezvous
+from trainer import DDPTrainer, World, launch, rendezvous
 from trainer.launch import Launch
 from trainer.rendezvous import agree_on_key
 from trainer.transport import pack
@@ -811,7 +811,6 @@ def test_an_error_that_one_rank_has_caught_does_not_count_on_any_once_all_go_on(
         assert world.roll_call is not None
         if world.rank == 1:
             world.record_failure(ValueError("rank 1's"))
-        time.sleep(0.5)
         said, _ = world.roll_call.ask(timed_out=False)
         return said["cause"]
 
@@ -855,7 +854,47 @@ def test_part_of_a_tensor_is_refused_by_torch_alone(ranks: Ranks, dtype: torch.d
         try:
             world.broadcast_tensors([values])
         except RuntimeError as error:
-            return str(error)
+            return "refused" if "scalar type" in str(error) else str(error)
         return str(values.tolist())
 
-    assert ranks(2, send) == ["Invalid scalar type" if dtype == torch.int16 else "[0.0, 2.0, 4.0]"] * 2
+    assert ranks(2, send) == ["refused" if dtype == torch.int16 else "[0.0, 2.0, 4.0]"] * 2
+
+
+def test_the_group_of_a_closed_world_is_gone_though_the_world_is_held(ranks: Ranks) -> None:
+    """gloo's connections end with their last holder: a rank that has closed does not keep the others waiting."""
+
+    def run() -> tuple[bool, float]:
+        trainer = toy_trainer(4, eval_numbers=4, batch_size=1, epochs=1)
+        trainer.fit()
+        started = time.monotonic()
+        if trainer.world.rank == 1:
+            trainer.close()
+            time.sleep(15)
+            return True, 0.0
+        time.sleep(1)
+        with pytest.raises(RuntimeError, match="rank 1 has closed its world"):
+            trainer.evaluate()
+        return trainer.world.failed, time.monotonic() - started
+
+    (_, seconds), _ = ranks(2, run)
+    assert seconds < 8
+
+
+def test_a_rank_that_goes_on_alone_after_its_error_keeps_that_as_the_cause(ranks: Ranks, tmp_path: Path) -> None:
+    """It tries again, while the others have ended with the consequence."""
+
+    class Failing(DDPTrainer):
+        def before_epoch(self) -> None:
+            if self.world.rank == 1:
+                raise ZeroDivisionError("rank 1's own")
+
+    def run() -> None:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"error-{os.environ['RANK']}.json")
+        if os.environ["RANK"] == "1":
+            with suppress(ZeroDivisionError), toy_trainer(4, kind=Failing, batch_size=1, epochs=1) as trainer:
+                trainer.fit()
+        toy_trainer(4, kind=Failing, batch_size=1, epochs=1).fit()
+
+    outcomes = ranks.outcomes(2, run, timeout=40)
+    assert all(outcome.error is not None for outcome in outcomes)
+    assert "rank 1's own" in json.loads((tmp_path / "error-1.json").read_text())["message"]["message"]

@@ -9,8 +9,7 @@ Where things live, one file each:
   counts), `precision`, `schedule`, `cuda_graph`, `batchnorm`.
 - Numbers: `metrics` (means), `meters` (such as torchmetrics'), `reports`, `evaluation`, `prediction`, `checksum` (of parameters).
 - Processes: `world` (all communication), `coordination` (what stands on it), `launch` (who a process is), `rendezvous` (how they
-  meet, and who is still there),
-  `transport` (how objects and tensors travel).
+  meet, and who is still there), `transport` (how objects and tensors travel).
 - How a run ends: `stopping` (together), `signals`, `failure` (what is said of an error).
 - Files: `checkpoint` (one), `checkpoint_folder` (a run's), `checkpoint_content` (what is in one), `model_keys`, `host_copy`.
 - What can be wrong: `checks` (arguments), `method_checks`, `rank_checks`; on a machine: `doctor` and its `doctor_checks`.

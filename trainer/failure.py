@@ -162,7 +162,7 @@ def _check_calls(call: str, world: World) -> None:
     """RuntimeError on every rank unless all make this call. Where one comes from an error that was caught, all begin anew."""
     gathered: list[Any] = world.gather((call, world.failed))
     made = [other if _is_call(other) else ("something else", False) for other in gathered]
-    if any(failed for _, failed in made):
+    if all(map(_is_call, gathered)) and any(failed for _, failed in made):
         world.recover()
     calls = [other for other, _ in made]
     if set(calls) != {call}:

@@ -93,10 +93,8 @@ class Meters:
         filler = torch.empty(0)
 
         def gather(state: Tensor, group: Any = None) -> list[Tensor]:
-            kept_on = state.device.type if fed[self._world.rank] and state.numel() else None  # an empty one may be anywhere
-            gathered = self._world.gather((None if state is filler else state, kept_on))
-            held = [other for (other, _), has_state in zip(gathered, fed, strict=True) if has_state and other is not None]
-            return [other.cpu() for other in held] if any(kept_on == "cpu" for _, kept_on in gathered) else held
+            gathered = self._world.gather(None if state is filler else state)
+            return [other for other, has_state in zip(gathered, fed, strict=True) if has_state and other is not None]
 
         parts: list[Any] = [
             part for part in (meter.modules() if isinstance(meter, nn.Module) else ()) if hasattr(part, "dist_sync_fn")

@@ -96,10 +96,10 @@ class WeightedSums:
     def pop(self, keys: tuple[str, ...]) -> Tensor:
         """The sums of `keys`, then their weights, in one vector to be summed over ranks (zeros for unknown keys). Starts anew."""
         zero, numbers = self._zero, [sums.get(key, 0.0) for sums in (self._totals, self._counts) for key in keys]
+        plain = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        packed = torch.tensor(plain, dtype=zero.dtype, device=zero.device)
         if any(isinstance(number, Tensor) for number in numbers):
-            packed = torch.stack([torch.as_tensor(number, dtype=zero.dtype, device=zero.device) for number in numbers])
-        else:
-            packed = torch.tensor(numbers, dtype=zero.dtype, device=zero.device)
+            packed = torch.stack([own if isinstance(own, Tensor) else sent for own, sent in zip(numbers, packed, strict=True)])
         self._totals = {key: total.zero_() if isinstance(total, Tensor) else 0.0 for key, total in self._totals.items()}
         self._counts = dict.fromkeys(self._totals, 0.0)
         return packed

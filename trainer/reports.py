@@ -79,7 +79,7 @@ class Reporter:
         parts = [_broken(self._replica.trainable).view(1), empty_windows.view(1), self._sums.pop(self._keys)]
         if size > 1:
             parts.append(checksum.words(parameters))
-        # The only wait for the device, while losses are finite.
+        # The only number that the host waits for, while losses are finite.
         broken, empty, *rest = self._world.sum(torch.cat(parts)).tolist()
         sums, words = rest[: 2 * len(self._keys)], rest[2 * len(self._keys) :]
         self._since_report = _added(self._since_report, sums)

@@ -54,7 +54,8 @@ class Steps:
         """What to evaluate on one batch: a 0-dim tensor, or a mapping of values as in `training_step` (``loss`` is optional).
 
         An object with ``reset``, ``update`` and ``compute``, such as torchmetrics', may stand in the mapping too, the same every
-        time, once this step has updated it: it is computed, then reset. torchmetrics' are combined over the ranks; one of your
+        time, once this step has updated it: it is computed, then reset. torchmetrics' are combined over the ranks (keep them on
+        `world.device`); one of your
         own must combine its numbers in ``compute``, with `World.sum` or `World.gather`.
 
         `model` is the bare module, in evaluation mode, without gradients. Default: `training_step`. Override it where that does

@@ -65,7 +65,8 @@ class World(Coordination):
         self.is_main = self.rank == 0
         super().__init__()
         self._owns_group = owns_group
-        self._group = dist.group.WORLD if owns_group else None
+        group = dist.group.WORLD if owns_group else None
+        self._group = None if group is None else weakref.ref(group)  # gloo's ends when nobody holds it
         self.roll_call = _roll_calls[0] if owns_group and _roll_calls else None
         self._has_first_timeout = False
         self._process = os.getpid()
@@ -88,7 +89,8 @@ class World(Coordination):
         """
         if (world := cls._opened_here() or cls._kept_here()) is not None:
             if device is not None and torch.device(device).type != world.device.type:
-                raise RuntimeError(f"the open World computes on {world.device}, not on {device!r}: close it first")
+                advice = "a process cannot change it after an error" if world is cls._kept else "close it first"
+                raise RuntimeError(f"the open World computes on {world.device}, not on {device!r}: {advice}")
         elif dist.is_initialized():
             launch = Launch(dist.get_rank(), dist.get_world_size(), local_rank_in(os.environ))
             backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
@@ -101,9 +103,12 @@ class World(Coordination):
             chosen = choose_device(device, launch.local_rank, alone=launch.size == 1)
             if launch.size > 1:
                 _open_group(launch, chosen, timeout or FIRST_TIMEOUT)
+            else:
+                _forget_error()
             world = cls(launch, chosen, owns_group=launch.size > 1)
             world._has_first_timeout = launch.size > 1
         if world is cls._kept:
+            world.barrier()  # every rank goes on
             world.recover()
         if timeout is not None:
             world.shorten_timeout(timeout)
@@ -124,7 +129,11 @@ class World(Coordination):
     def _kept_here(cls) -> World | None:
         """One whose group is still there; it may have been destroyed, and the script may have opened another."""
         kept = cls._kept
-        return kept if kept is not None and kept._process == os.getpid() and kept._group is dist.group.WORLD else None
+        return kept if kept is not None and kept._process == os.getpid() and kept._group_is_open() else None
+
+    def _group_is_open(self) -> bool:
+        """Whether the group that `from_env` opened for this world is the one that is open now."""
+        return self._group is not None and self._group() is not None and self._group() is dist.group.WORLD
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, elementwise, the same on every rank: a new tensor of the same dtype, shape and device."""
@@ -213,7 +222,7 @@ class World(Coordination):
             self.remote_error = None  # whose traceback holds the trainer
             return
         gc.collect()
-        if self._owns_group and dist.is_initialized():
+        if self._group_is_open():
             if self.roll_call is not None:
                 self.roll_call.say(CLOSED)
             dist.destroy_process_group()
@@ -231,8 +240,7 @@ class World(Coordination):
         self.failed, self.remote_error = False, None
         if self.roll_call is not None:
             self.roll_call.begin_anew()
-        with suppress(OSError):
-            os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        _forget_error()
 
     def record_failure(self, error: BaseException) -> None:
         """Tell torchrun why this rank fails, so that it shows the right rank's traceback as the root cause. Local."""
@@ -289,8 +297,13 @@ def _record(error: BaseException) -> None:
             try:
                 get_error_handler().record_exception(error)
             except OSError:  # such as a full disk's; torchrun's agent would end at half a file
-                with suppress(OSError):
-                    os.unlink(os.environ["TORCHELASTIC_ERROR_FILE"])
+                _forget_error()
+
+
+def _forget_error() -> None:
+    """torchrun is told of an error that was caught no longer."""
+    with suppress(OSError):
+        os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
 
 @atexit.register
