@@ -143,7 +143,6 @@ class CudaGraphs:
             return function()
         rates = [group["lr"] for group in optimizer.param_groups]
         if self._update is None:
-            # The recording reads the rates from the device; to everybody else they stay the numbers they were.
             self._rates = [torch.as_tensor(rate, dtype=torch.float32, device=self._world.device).clone() for rate in rates]
             self._settings = _settings(optimizer)
             with self._watching("the optimizer's step"), _recordable(optimizer, self._rates):
