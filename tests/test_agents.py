@@ -44,7 +44,7 @@ trainer = Slow(
 )
 trainer.fit(resume_from=folder / "files")
 if world.is_main:
-    print("ended with", world.size, "processes, w =", repr(model.w.item()))
+    sys.stdout.write(f"ended with {{world.size}} processes, w = {{model.w.item()!r}}\\n")  # at once: an agent writes here too
 """
 
 

@@ -150,10 +150,11 @@ def test_a_wrapper_that_is_still_held_has_let_go_when_the_process_ends() -> None
 def test_two_jobs_at_once_do_not_disturb_each_other_and_need_no_certain_port() -> None:
     """H-06: torchrun's usual port is taken."""
     script = """
+import os
 from tests.helpers import toy_trainer
 with toy_trainer(8, batch_size=2) as trainer:
     trainer.fit()
-    print(float(trainer.model.w))
+    os.write(1, f"{float(trainer.model.w)}\\n".encode())  # at once: print sends the end of the line by itself
 """
     with socket.socket() as taken, ThreadPoolExecutor() as pool:
         try:
