@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, SequentialSampler
 
 from callbacks import Checkpoint, EarlyStopping, JSONLines, ProgressBar, TensorBoard
@@ -321,6 +322,17 @@ ARGUMENTS = {
         quoted("scheduler: the callable (optimizer, total_steps) must return an LRScheduler; it returned None"),
         scheduler=lambda optimizer, total_steps: None,
     ),
+    "a scheduler factory without total_steps": given(
+        TypeError,
+        quoted("scheduler: a callable must take (optimizer, total_steps); found it with (optimizer)"),
+        scheduler=lambda optimizer: StepLR(optimizer, 1),
+    ),
+    "a part of a scheduler's class whose second argument is another": given(
+        TypeError,
+        quoted("scheduler: a callable must take (optimizer, total_steps); found it with (optimizer, max_lr, total_steps, ")
+        + ".*",
+        scheduler=partial(OneCycleLR, max_lr=0.1),
+    ),
     "a scheduler factory that raises": given(KeyError, "'warmup'", scheduler=raising(KeyError("warmup"))),
     "a scheduler factory without train_data": given(
         ValueError,
@@ -601,6 +613,11 @@ STEPS = {
     ),
     "a metric of several elements": reporting(
         ValueError, rf"{SCALAR}; found a torch.float32 tensor of shape \(3,\): take its .mean\(\), say", torch.zeros(3)
+    ),
+    "a metric of several bools": reporting(
+        ValueError,
+        rf"{SCALAR}; found a torch.bool tensor of shape \(2,\): take its .float\(\).mean\(\), say",
+        torch.tensor([True, False]),
     ),
     "a text for a metric": reporting(TypeError, rf"{SCALAR}, or a Mean; found 'high' \(str\)", "high"),
     "None for a metric": reporting(TypeError, rf"{SCALAR}, or a Mean; found None \(NoneType\)", None),

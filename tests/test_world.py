@@ -469,6 +469,44 @@ def test_a_rank_without_a_gpu_of_its_own_is_an_error(
     assert machine.calls == []
 
 
+def test_gpus_that_torch_does_not_see_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"^device='cuda', but torch sees no GPU here: python -m trainer\.doctor prints"):
+        World.from_env("cuda")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_time_limit_that_is_a_number_is_an_error(ranks: Ranks, size: int) -> None:
+    def run() -> None:
+        with pytest.raises(TypeError, match=r"^timeout must be a datetime.timedelta such as timedelta\(minutes=5\); found 600$"):
+            World.from_env(timeout=600)  # type: ignore[arg-type]
+        assert not World.is_open()
+
+    ranks(size, run)
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_closing_looks_for_lost_wrappers_only_where_some_are_left(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, in_a_cycle: bool
+) -> None:
+    """Looking through all of torch takes a quarter of a second, with every rank's last seconds counted after a signal."""
+
+    def run() -> bool:
+        looked: list[bool] = []
+        collect = gc.collect
+        world = World.from_env()
+        wrapped = world.wrap(nn.Linear(1, 1))
+        known = weakref.ref(wrapped)
+        if in_a_cycle:
+            wrapped.itself = [wrapped]
+        del wrapped
+        monkeypatch.setattr(gc, "collect", lambda: looked.append(True) or collect())
+        world.close()
+        assert known() is None
+        return bool(looked)
+
+    assert ranks(2, run) == [in_a_cycle] * 2
+
+
 def test_only_global_rank_0_is_main(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """H-04: the first rank of the second node is not."""
 

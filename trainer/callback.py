@@ -19,8 +19,8 @@ class Callback:
     """Watches a run from global rank 0; override the hooks you need.
 
     Every hook is called on rank 0 only, after the counters of ``trainer.state`` have advanced. What it receives is already
-    reduced over all ranks, so a hook needs no communication, and may not start any: `fit`, `evaluate`, `close` and every
-    collective of `World` raise RuntimeError inside one. A hook watches; what changes the model belongs into the overridable
+    reduced over all ranks, so a hook needs no communication, and may not start any: `fit`, `evaluate`, `predict`, `close` and
+    every collective of `World` raise RuntimeError inside one. A hook watches; what changes the model belongs into the overridable
     methods of the trainer, which run on every rank. The other ranks wait while a hook works, so keep it short.
     """
 
@@ -41,10 +41,14 @@ class Callback:
         """Once per `fit`, after a checkpoint was restored and before the first step."""
 
     def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        """After every optimizer step. `metrics` is empty except at reports, every ``log_every`` steps and at the planned last."""
+        """After every optimizer step. `metrics` is empty except at reports, every ``log_every`` steps and at the planned last.
+
+        Then it holds the means since the last report by key, ``lr`` (``lr/1``, ... for more parameter groups),
+        ``samples_per_second``, with weights of items ``items_per_second``, and with clipping ``grad_norm``.
+        """
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
-        """After each evaluation that `fit` runs (not after a direct call of `evaluate`)."""
+        """After each evaluation that `fit` runs (not after a direct call of `evaluate`); its means by key, or ``name/key``."""
 
     def on_epoch_end(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         """After the last step of an epoch; means over its samples (in a resumed epoch: since then). Not if it was cut short."""

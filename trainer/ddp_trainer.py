@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 class DDPTrainer(Steps):
     """Trains one model with one optimizer on any number of processes; evaluates it exactly on all of them.
 
-    The sequence of optimizer updates is a function of (seed, data, global batch) alone. The same script runs as
+    The sequence of optimizer updates is a function of (first weights, seed, data, global batch). The same script runs as
     ``python script.py`` and under ``torchrun``. Subclass it and override the steps, or instantiate it with a `loss_fn`.
 
     The loop of `fit`, with every hook in its place:
@@ -129,10 +129,10 @@ class DDPTrainer(Steps):
         """Train from `state` to the planned end (``epochs`` or ``max_steps``); a finished run takes no step.
 
         `resume_from`: a checkpoint file (missing: FileNotFoundError), or a folder whose newest whole ``step-*.pt`` is taken
-        (empty or missing: a fresh start). Rank 0 alone needs to see it. Raises ValueError when the checkpoint is of another
-        model, seed, dataset length, shuffle, drop_last or global batch.
+        (empty or missing: a fresh start). Rank 0 alone needs to see it. Raises ValueError for a file of another model, seed, data
+        length, shuffle, drop_last or global batch; CheckpointError for damaged ones. An exception ends the whole job.
 
-        Returns `state`, the same on every rank, after every hook of `on_fit_end` has finished. An exception ends the whole job.
+        Returns `state`, the same on every rank, after every hook of `on_fit_end` has finished.
         """
         self.world.check_usable("fit")
         end = partial(report_failure, trainer=self, hooks=self._hooks, agreement=self._agreement)
@@ -151,8 +151,8 @@ class DDPTrainer(Steps):
     def evaluate(self, data: Dataset[Any] | Mapping[str, Dataset[Any]] | None = None) -> dict[str, float]:
         """The means of `eval_step`'s values over every sample of `data` (default: `eval_data`), the same on every rank.
 
-        Every sample counts exactly once, at any world and batch size. Keys are those of `eval_step`; with a mapping of datasets
-        ``name/key``. Fires no hook, moves no scheduler; modes and random state are put back. Raises ValueError without data.
+        Every sample counts exactly once, at any world and batch size. Keys: `eval_step`'s, or ``name/key`` with several datasets.
+        Fires no hook, moves no scheduler; modes and random state are put back. ValueError without data.
         """
         self.world.check_usable("evaluate")
         self._replica.use.check_meeting("evaluate")
@@ -171,6 +171,7 @@ class DDPTrainer(Steps):
         """`predict_step`'s outputs over `data` (map-style), in dataset order, on rank 0 and its CPU; None on the other ranks.
 
         Batches are joined: tensors and arrays along their first dimension, lists one after another, tuples and mappings by field.
+        TypeError for a stream or DataLoader, ValueError for outputs without a row for each sample.
         """
         self.world.check_usable("predict")
         self._replica.use.check_meeting("predict")

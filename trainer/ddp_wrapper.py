@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -51,13 +52,14 @@ def unreduced(wrapped: nn.Module) -> list[int]:
     return []
 
 
-def drop_group(wrapped: DistributedDataParallel) -> None:
-    """Drop what a wrapper holds of its process group, before that is destroyed.
+def drop_groups(wrappers: Iterable[DistributedDataParallel]) -> None:
+    """Drop what wrappers hold of their process group, before that is destroyed.
 
     A wrapper that is still alive when the interpreter ends can abort the process, whether its group was destroyed or not.
     """
-    for name in ("reducer", "logger", "process_group", "device_mesh"):
-        wrapped.__dict__.pop(name, None)
+    for wrapped in list(wrappers):
+        for name in ("reducer", "logger", "process_group", "device_mesh"):
+            wrapped.__dict__.pop(name, None)
 
 
 class _Zeros(nn.Module):

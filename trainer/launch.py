@@ -85,11 +85,14 @@ def choose_device(asked: str | None, local_rank: int | None, alone: bool = False
     if index is None:
         raise RuntimeError("LOCAL_RANK is missing: it says which GPU this process uses. Launch with torchrun, which sets it")
     count = torch.cuda.device_count()
+    if count == 0:
+        raise RuntimeError(f"device={asked!r}, but torch sees no GPU here: python -m trainer.doctor prints what it sees")
     if index >= count:
+        most = "1 process" if count == 1 else f"{count} processes"
         raise RuntimeError(
-            f"this process is number {index} on its node (LOCAL_RANK), but the node has {count} GPUs: start at most {count} "
-            "processes per node, or compute on the CPU with World.from_env(device='cpu'). Where every process sees only a GPU of "
-            "its own, World.from_env(device='cuda:0') takes that"
+            f"this process is number {index} on its node (LOCAL_RANK), but the node has {count} GPU{'s' * (count > 1)}: start at "
+            f"most {most} per node, or compute on the CPU with World.from_env(device='cpu'), or with CUDA_VISIBLE_DEVICES= "
+            "before the command. Where every process sees only a GPU of its own, World.from_env(device='cuda:0') takes that"
         )
     if alone and asked is None and count > 1:
         warnings.warn(

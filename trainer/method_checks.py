@@ -70,14 +70,21 @@ def _check_arguments(method: Any, base: Any, label: str) -> None:
     wanted = inspect.signature(base).parameters
     if not callable(method):
         raise TypeError(f"{label} must be a method ({', '.join(wanted)}); found {method!r}")
+    if signature := misfit(method, len(wanted) - 1):
+        raise TypeError(f"{label} must take ({', '.join(wanted)}); found it with {signature}, self left out")
+
+
+def misfit(function: Any, count: int) -> inspect.Signature | None:
+    """The signature of `function` where it cannot be called with `count` positional arguments."""
     try:
-        signature = inspect.signature(method)
+        signature = inspect.signature(function)
     except ValueError:  # some functions of C have none
-        return
+        return None
     try:
-        signature.bind(*[None] * (len(wanted) - 1))
+        signature.bind(*[None] * count)
     except TypeError:
-        raise TypeError(f"{label} must take ({', '.join(wanted)}); found it with {signature}, self left out") from None
+        return signature
+    return None
 
 
 def _close(name: str, known: list[str]) -> str | None:

@@ -30,7 +30,8 @@ def as_mapping(output: Any, step: str) -> Mapping[str, Tensor | float | Mean]:
     if not isinstance(output, Mapping):
         kind = type(output).__name__
         if output is None or isinstance(output, (int, float)):
-            kind = "None (is a return missing?)" if output is None else f"{kind} (a number has no graph: leave out .item())"
+            hint = "a number has no graph: leave out .item()" if step == "training_step" else "name it: {'loss': number}"
+            kind = "None (is a return missing?)" if output is None else f"{kind} ({hint})"
         if isinstance(output, Mean):
             kind = "a Mean (name it: {'loss': Mean(...)})"
         raise TypeError(f"{step} must return the loss, a tensor, or a mapping such as {{'loss': loss, ...}}; it returned {kind}")
@@ -113,7 +114,8 @@ def scalar(value: Any, key: str) -> Tensor | float:
         return float(value)
     wanted = f"{key!r} must be a real scalar (0-dim tensor or number)"
     if isinstance(value, Tensor):
-        raise ValueError(f"{wanted}; found a {value.dtype} tensor of shape {tuple(value.shape)}: take its .mean(), say")
+        mean = ".mean()" if value.is_floating_point() else ".float().mean()"
+        raise ValueError(f"{wanted}; found a {value.dtype} tensor of shape {tuple(value.shape)}: take its {mean}, say")
     hint = " (objects with update and compute have their place in eval_step)" if hasattr(value, "compute") else ""
     raise TypeError(f"{wanted}, or a Mean; found {value!r} ({type(value).__name__}){hint}")
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .config import TrainerConfig
+from .method_checks import misfit
 
 LENGTHS = ("T_max", "total_iters", "total_steps")
 """What torch's schedulers call the number of steps that they were made for."""
@@ -40,6 +41,9 @@ class Schedule:
                     "scheduler: a callable needs the total number of steps, which is unknown without train_data: pass that too, "
                     "or leave the scheduler out (for a stream the number is known only with max_steps and without epochs)"
                 )
+            if signature := misfit(scheduler, 2):
+                found = ", ".join(signature.parameters)
+                raise TypeError(f"scheduler: a callable must take (optimizer, total_steps); found it with ({found})")
             scheduler = scheduler(optimizer, total_steps)
             if not isinstance(scheduler, LRScheduler):
                 raise TypeError(

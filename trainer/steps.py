@@ -64,7 +64,11 @@ class Steps:
         return self.training_step(model, batch)
 
     def predict_step(self, model: nn.Module, batch: Any) -> Any:
-        """The outputs for one batch. Default: ``model(inputs)`` for batches ``(inputs, targets)`` or ``inputs``."""
+        """The outputs for one batch, a row for each sample: a tensor, an array, a list, or a tuple or mapping of those.
+
+        `model` is the bare module, in evaluation mode, without gradients. Default: ``model(inputs)`` for batches
+        ``(inputs, targets)`` or ``inputs``.
+        """
         return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
 
     def prepare_batch(self, batch: Any) -> Any:
@@ -85,5 +89,8 @@ class Steps:
         """
 
     def summarize(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add what follows from the reduced means, such as perplexity or F1. Default: `metrics` as they are."""
+        """Add what follows from the reduced means, such as perplexity or F1; the same on every rank. Default: as they are.
+
+        Called for reports, epochs and evaluations, whose keys may differ.
+        """
         return metrics

@@ -87,6 +87,8 @@ class World(Coordination):
         partial environment (naming what is missing), for Slurm tasks without ranks, for a GPU that is not there, for ranks on
         different types of device, and when an open world or group does not fit `device`.
         """
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta such as timedelta(minutes=5); found {timeout!r}")
         if (world := cls._opened_here() or cls._kept_here()) is not None:
             if device is not None and torch.device(device).type != world.device.type:
                 advice = "a process cannot change it after an error" if world is cls._kept else "close it first"
@@ -215,13 +217,13 @@ class World(Coordination):
         if World._opened_here() is not self:
             return
         World._open = None
-        for wrapped in list(self._wrappers):
-            ddp_wrapper.drop_group(wrapped)
+        ddp_wrapper.drop_groups(self._wrappers)
         if self.failed:
             World._kept = self if self._owns_group else None
             self.remote_error = None  # whose traceback holds the trainer
             return
-        gc.collect()
+        if self._wrappers:  # held, or in cycles; without any, a quarter of a second is saved
+            gc.collect()
         if self._group_is_open():
             if self.roll_call is not None:
                 self.roll_call.say(CLOSED)
