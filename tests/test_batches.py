@@ -254,6 +254,27 @@ WORKERS: list[dict[str, Any]] = [
 LENGTH = 15
 
 
+class Named(Subset[Any]):
+    """One with an attribute of its own."""
+
+
+class Stacked(StackDataset[Any]):
+    """As it is, under a name of its own."""
+
+
+@pytest.mark.parametrize("kind", ["Named", "Stacked"])
+def test_a_subclass_that_passes_its_samples_on_draws_by_sample(kind: str) -> None:
+    def data() -> Dataset[Any]:
+        return Named(Drawing(6), range(6)) if kind == "Named" else Stacked(Drawing(6))
+
+    class Unpacking(Remembering):
+        def prepare_batch(self, batch: Any) -> Any:
+            return batch[0] if kind == "Stacked" and isinstance(batch[0], (list, tuple)) else batch
+
+    whole, single = (drawn(data(), kind=Unpacking, batch_size=size)[0] for size in (6, 1))
+    assert whole == single
+
+
 @pytest.fixture(scope="module")
 def draws() -> dict[int, list[Any]]:
     """By world size: what samples drew in training, what they drew in evaluation, what steps drew; for each of WORKERS."""

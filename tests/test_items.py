@@ -240,6 +240,19 @@ def test_a_window_without_items_takes_a_step_with_zero_gradients_and_warns(ranks
     assert "had no item" not in outcomes[1].stderr
 
 
+def test_what_has_no_items_is_not_in_the_update_of_a_window_without_any() -> None:
+    class Decaying(TokenTrainer):
+        def training_step(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+            return {"loss": Mean(5.0 * model(torch.ones(1, dtype=torch.float64)).sum(), torch.tensor(0.0))}
+
+    model = Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Decaying(model, optimizer, Documents([[1.0]]), loader_options={"collate_fn": list}, config=TrainerConfig())
+    with pytest.warns(RuntimeWarning, match="had no item"):
+        trainer.fit()
+    assert model.w.item() == 0.0
+
+
 def _quietly_shown(function: Any) -> Any:
     import warnings
 

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from callbacks import Checkpoint, EarlyStopping, JSONLines, Profiler, TensorBoard
 from tests.helpers import Numbers, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
@@ -549,6 +549,31 @@ def test_a_part_of_a_prediction_that_only_some_batches_have_is_refused() -> None
 
     with pytest.raises(ValueError, match="gave None for some batches and rows for others"):
         toy_trainer(8, kind=Some, batch_size=2).predict(Numbers(5))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_predictions_of_different_forms_are_refused(first: bool) -> None:
+    class Some(DDPTrainer):
+        def predict_step(self, model: nn.Module, batch: Any) -> Any:
+            scores = {"score": batch[0]}
+            return scores | {"box": batch[0]} if bool(batch[0][0] == 0) is first else scores
+
+    with pytest.raises(ValueError, match=r"the same for every batch; found the keys \['box', 'score'\] and the keys \['score'\]"):
+        toy_trainer(8, kind=Some, batch_size=2).predict(Numbers(5))
+
+
+def test_a_prediction_of_a_stream_with_a_length_is_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[Any]:
+            raise AssertionError
+
+    with pytest.raises(
+        TypeError, match=r"data must be a map-style Dataset, with __getitem__ and __len__; found .*Stream, a stream"
+    ):
+        toy_trainer(8, batch_size=2).predict(Stream())
 
 
 def test_the_default_prediction_of_texts_is_refused() -> None:

@@ -89,6 +89,8 @@ def check_dataset(data: Any, name: str) -> None:
         hint = ": tensors go into a torch.utils.data.TensorDataset" if isinstance(data, tuple) else ""
         hint = f", which has no {missing}" if missing else hint
         raise TypeError(f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}{hint}")
+    if isinstance(data, IterableDataset):  # it has a __getitem__, which is Dataset's own
+        raise TypeError(f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}, a stream")
     if _length(data, name) == 0:
         raise ValueError(f"{name} is empty: {_kind(data)} of length 0")
 

@@ -176,9 +176,10 @@ def _named(epoch: int) -> str:
 
 def _answers_batches(dataset: Any) -> bool:
     """Whether it answers a whole batch at once. Subset and StackDataset have the method, but may only pass on what they hold."""
-    if type(dataset) is Subset:
+    method = getattr(type(dataset), "__getitems__", None)
+    if isinstance(dataset, Subset) and method is Subset.__getitems__:
         return _answers_batches(dataset.dataset)
-    if type(dataset) is StackDataset:
+    if isinstance(dataset, StackDataset) and method is StackDataset.__getitems__:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
         return any(map(_answers_batches, parts))
     return callable(getattr(dataset, "__getitems__", None))

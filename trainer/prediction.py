@@ -80,6 +80,14 @@ def _other_than_rows(output: Any, samples: int) -> str:
     return "" if len(output) == samples else f"a {kind} of shape {tuple(output.shape)} for {samples} samples"
 
 
+def _form(output: Any) -> str:
+    if isinstance(output, Mapping):
+        return f"the keys {sorted(map(str, output))}"
+    if isinstance(output, tuple):
+        return f"a tuple of {len(output)}"
+    return "a tensor" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+
+
 def joined(outputs: list[Any]) -> Any:
     """Batches of outputs as one, in order.
 
@@ -92,6 +100,8 @@ def joined(outputs: list[Any]) -> Any:
         return None
     if len(given) < len(outputs):
         raise ValueError("predict_step gave None for some batches and rows for others: which ones, depends on the split")
+    if len(forms := {_form(output) for output in outputs}) > 1:
+        raise ValueError(f"predict_step must return the same for every batch; found {' and '.join(sorted(forms))}")
     if isinstance(first, (Tensor, np.ndarray)):
         if len({output.shape[1:] for output in outputs}) > 1:
             return [sample for output in outputs for sample in output]

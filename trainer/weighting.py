@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -56,7 +57,7 @@ class Weighting:
         items = self._world.sum(self._items)
         self._items.zero_()
         self._empty_windows += items == 0
-        quotient = torch.where(items == 0, 1.0, items / _nominal(window))
+        quotient = torch.where(items == 0, math.inf, items / _nominal(window))  # what had no items gives zeros
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(quotient)
