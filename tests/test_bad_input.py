@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, SequentialSampler
 
@@ -357,12 +357,28 @@ ARGUMENTS = {
         on_optimizer=ReduceLROnPlateau,
         config=TrainerConfig(schedule="eval"),
     ),
+    "an optimizer whose step needs a closure": given(
+        TypeError,
+        quoted(
+            "optimizer: LBFGS.step takes (closure), a function that computes the loss anew, which no micro-batch of a window "
+            "can: take another optimizer, or override optimizer_step"
+        ),
+        on_model=lambda model: LBFGS(model.parameters()),
+    ),
     # loss_fn
     "the name of a loss": given(TypeError, r"loss_fn must be callable as loss_fn\(outputs, targets\); found str", loss_fn="mse"),
     "the class of a loss": given(
         TypeError,
         rf"loss_fn must be callable as loss_fn\(outputs, targets\); found the class torch.nn.modules.loss.MSELoss {A_CLASS}",
         loss_fn=nn.MSELoss,
+    ),
+    "a loss_fn that sums": given(
+        ValueError,
+        quoted(
+            "loss_fn: CrossEntropyLoss has reduction='sum', but the default training_step takes means over the batch's samples: "
+            "use reduction='mean', or override training_step and return Mean(total, count)"
+        ),
+        loss_fn=nn.CrossEntropyLoss(reduction="sum"),
     ),
     "neither loss_fn nor a training_step": given(
         ValueError,

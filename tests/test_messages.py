@@ -358,6 +358,11 @@ class BrokenBatches(Broken):
         return [self[index] for index in indices]
 
 
+class Ended(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index if index != 5 else next(iter(())))
+
+
 class Uneven(Numbers):
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(1 + index % 3), torch.zeros(())
@@ -370,6 +375,7 @@ class Uneven(Numbers):
     [
         (Broken, "(Broken: __getitem__ of 5, in epoch 0)"),
         (BrokenBatches, "(BrokenBatches: __getitems__ of [4, 5], in epoch 0)"),
+        (Ended, "(Ended: __getitem__ of 5, in epoch 0)"),
         (Uneven, "(Uneven: collate_fn of [0, 1], in epoch 0)"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import Numbers, Toy, mean_of_outputs, toy_trainer
+from tests.helpers import Numbers, Ranks, Toy, mean_of_outputs, toy_trainer
 from trainer import Callback, DDPTrainer
 
 
@@ -46,6 +47,38 @@ def test_a_step_that_is_never_called_is_named_with_what_is(name: str, instead: s
 )
 def test_methods_of_the_user_s_own_are_left_alone(name: str) -> None:
     build(of(DDPTrainer, name))
+
+
+@pytest.mark.parametrize("name", ["_step", "_report", "_evaluate", "_pass", "_settle", "_begin", "_update", "_fit_epoch"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_name_that_the_trainer_keeps_to_itself_is_refused(name: str, depth: int) -> None:
+    """Else a helper of the script's own would run in its place."""
+    kind = of(DDPTrainer, name, "batch")
+    for _ in range(depth):
+        kind = type("Below", (kind,), {})
+    with pytest.raises(TypeError, match=rf"Own\.{name} has a name that the trainer uses itself: rename it"):
+        build(kind)
+
+
+@pytest.mark.parametrize("name", ["loss_fn", "model", "config", "scheduler", "world"])
+def test_a_method_that_an_attribute_would_hide_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Own\.{name} would be hidden by the trainer's attribute of that name"):
+        build(of(DDPTrainer, name, "outputs", "targets"))
+
+
+def test_types_of_attributes_may_be_declared_more_exactly() -> None:
+    class Typed(DDPTrainer):
+        model: Toy
+
+    build(Typed)
+
+
+def test_a_callback_may_have_a_private_name_of_its_own() -> None:
+    class Titled(Callback):
+        def __init__(self) -> None:
+            self._name = "a title"
+
+    assert [callback.name for callback in build(DDPTrainer, Titled()).callbacks] == ["Titled"]
 
 
 @pytest.mark.parametrize(
@@ -144,3 +177,40 @@ def test_a_hook_that_is_no_method_is_named(hook: str) -> None:
     setattr(callback, hook, None)
     with pytest.raises(TypeError, match=rf"Callback.{hook} must be a method \(self, trainer.*; found None"):
         toy_trainer(4, callbacks=[callback])
+
+
+class Forgetful(DDPTrainer):
+    def optimizer_step(self) -> None:
+        self.updates = vars(self).get("updates", 0) + 1
+
+
+class ByHand(DDPTrainer):
+    def optimizer_step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.data -= 0.1 * parameter.grad  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_of_the_optimizer_that_changes_nothing_is_told_once(ranks: Ranks, world_size: int) -> None:
+    def run() -> list[str]:
+        logged: list[str] = []
+        logger = logging.getLogger("trainer")
+        logger.addFilter(lambda record: logged.append(record.getMessage()) or False)
+        toy_trainer(24, kind=Forgetful, batch_size=2, log_every=2).fit()
+        return logged
+
+    told = "no parameter has changed by step 2: does optimizer_step call super().optimizer_step()?"
+    assert ranks(world_size, run) == [[told], []][:world_size]
+
+
+class Passing(DDPTrainer):
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+
+
+@pytest.mark.parametrize(("kind", "lr"), [(ByHand, 1.0), (DDPTrainer, 0.0), (Passing, 0.0)])
+def test_updates_by_hand_and_a_rate_of_zero_are_no_reason_to_warn(
+    kind: type[DDPTrainer], lr: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy_trainer(8, kind=kind, batch_size=2, log_every=1, lr=lr).fit()
+    assert caplog.messages == []

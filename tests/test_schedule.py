@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,16 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 
 from tests.helpers import Numbers, Ranks, Recorder, Toy, mean_of_outputs, toy_trainer
 from trainer import DDPTrainer, TrainerConfig, World
@@ -230,6 +240,57 @@ def test_a_schedule_sized_by_total_steps_reaches_its_end(ranks: Ranks) -> None:
 
     result = ranks(2, run)[0]
     assert len(result["lr"]) == result["moves"] == 6
+
+
+def cosine(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return CosineAnnealingLR(optimizer, T_max=total_steps)
+
+
+@pytest.mark.parametrize(
+    ("config", "moves"),
+    [({"schedule": "epoch"}, "once per epoch, 3 times"), ({"schedule": "eval", "eval_every": 3}, "after each evaluation")],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_length_in_steps_is_told_where_the_scheduler_moves_more_rarely(
+    ranks: Ranks, world_size: int, config: dict[str, Any], moves: str
+) -> None:
+    def run() -> list[str]:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            scheduled(12, cosine, eval_numbers=4, batch_size=1, global_batch_size=2, epochs=3, **config)
+        return [str(warning.message) for warning in warned]
+
+    first, *others = ranks(world_size, run)
+    assert len(first) == 1
+    assert f"was made for T_max=18, the run's steps, but schedule={config['schedule']!r} moves it {moves}" in first[0]
+    assert others == [[]] * (world_size - 1)
+
+
+@pytest.mark.parametrize("config", [{"schedule": "step"}, {"schedule": "epoch", "global_batch_size": 12}])
+def test_a_length_that_is_the_number_of_moves_is_no_reason_to_warn(config: dict[str, Any]) -> None:
+    scheduled(12, cosine, **{"batch_size": 12, "epochs": 3} | config)
+
+
+def test_groups_without_a_rate_are_left_out_of_reports(ranks: Ranks) -> None:
+    """Adafactor of other libraries has None for a rate that it finds itself."""
+
+    class Own(SGD):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=1.0)
+            self.param_groups[0]["lr"] = None
+            del self.param_groups[1]["lr"]
+
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    def run() -> list[set[str]]:
+        model, recorder = nn.Sequential(Toy(), Toy(), Toy()), Recorder()
+        optimizer = Own([{"params": list(part.parameters())} for part in model])
+        config = TrainerConfig(batch_size=2, log_every=1)
+        DDPTrainer(model, optimizer, Numbers(4), loss_fn=mean_of_outputs, config=config, callbacks=[recorder]).fit()
+        return [set(call.metrics) for call in recorder.reports]
+
+    assert ranks(1, run) == [[{"loss", "lr/2", "samples_per_second"}] * 2]
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ class Callback:
     @property
     def name(self) -> str:
         """Unique within a trainer; the key of this callback's state in a checkpoint. The class name unless assigned."""
-        name: str = self.__dict__.get("_name", type(self).__name__)
+        name: str = self.__dict__.get("name", type(self).__name__)
         return name
 
     @name.setter
     def name(self, name: str) -> None:
-        self.__dict__["_name"] = name
+        self.__dict__["name"] = name
 
     def before_fit(self, trainer: DDPTrainer) -> None:
         """Once per `fit`, before any callback's `on_fit_start`: raise here what rules the run out. Nothing may be written yet."""

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from .config import TrainerConfig
 from .data import LOADER_OPTIONS
 from .failure import with_text
+from .method_checks import misfit
 from .metrics import Mean
 from .plan import Plan
 from .state import TrainerState
@@ -29,8 +30,11 @@ _log = logging.getLogger("trainer")
 NO_LOSS_FN = "the default training_step needs loss_fn: pass loss_fn=... to DDPTrainer, or override training_step"
 
 
-def check_model(model: Any, optimizer: Any) -> None:
-    """TypeError or ValueError for a model that is none or unfinished, and for an optimizer built on something else."""
+def check_model(model: Any, optimizer: Any, own_update: bool) -> None:
+    """TypeError or ValueError for a model that is none or unfinished, and for an optimizer built on something else.
+
+    `own_update`: whether the script has its own way to call the optimizer.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module; found {_kind(model)}")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -49,6 +53,12 @@ def check_model(model: Any, optimizer: Any) -> None:
             f"{len(foreign)} of the optimizer's parameters are not the model's (the first has shape {foreign[0]}): build it on "
             "model.parameters() of the model you pass"
         )
+    if not own_update and (signature := misfit(type(optimizer).step, 1)):
+        wanted = ", ".join([*signature.parameters][1:])
+        raise TypeError(
+            f"optimizer: {type(optimizer).__name__}.step takes ({wanted}), a function that computes the "
+            "loss anew, which no micro-batch of a window can: take another optimizer, or override optimizer_step"
+        )
 
 
 def check_settings(config: Any, world: Any, loss_fn: Any) -> None:
@@ -60,6 +70,17 @@ def check_settings(config: Any, world: Any, loss_fn: Any) -> None:
     if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
         raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets); found {_kind(loss_fn)}")
     _check_ddp_options(config.ddp_options)
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """ValueError for what the default `training_step` cannot train with."""
+    if loss_fn is None:
+        raise ValueError(NO_LOSS_FN)
+    if getattr(loss_fn, "reduction", None) == "sum":
+        raise ValueError(
+            f"loss_fn: {type(loss_fn).__name__} has reduction='sum', but the default training_step takes means over the batch's "
+            "samples: use reduction='mean', or override training_step and return Mean(total, count)"
+        )
 
 
 def _check_ddp_options(options: Mapping[str, Any]) -> None:

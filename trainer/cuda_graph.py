@@ -141,7 +141,7 @@ class CudaGraphs:
         """``function()``: clipping, the optimizer's step, and zeroing the gradients."""
         if self._record is None or not self._replays:
             return function()
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = _rates(optimizer)
         if self._update is None:
             self._rates = [torch.as_tensor(rate, dtype=torch.float32, device=self._world.device).clone() for rate in rates]
             self._settings = _settings(optimizer)
@@ -312,6 +312,13 @@ def _check_recurrent(model: nn.Module) -> None:
             f"cuda_graph=True: {', '.join(recurrent)} cannot be recorded with dropout and a seed, as cuDNN sets up its dropout "
             "anew, on the host, after each seeding. Put nn.Dropout between layers, or set seed=None or cuda_graph=False"
         )
+
+
+def _rates(optimizer: Optimizer) -> list[Any]:
+    """The learning rate of each group. ValueError where there is none: what an optimizer finds in Python would stay as it is."""
+    if any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ValueError("cuda_graph=True needs an optimizer with a learning rate, lr, in every group; one of them has none")
+    return [group["lr"] for group in optimizer.param_groups]
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

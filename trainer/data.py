@@ -137,8 +137,11 @@ class _Batches(Dataset[Any]):
             call, of = "collate_fn", indices
             return self._collate(samples)
         except Exception as error:
+            where = f"({type(dataset).__name__}: {call} of {of}, in {_named(epoch)})"
+            if isinstance(error, StopIteration):  # which would pass for the end of all batches
+                raise RuntimeError(f"StopIteration is no error that a dataset may raise {where}") from error
             if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(f"({type(dataset).__name__}: {call} of {of}, in {_named(epoch)})")
+                error.add_note(where)
             raise
 
 

@@ -98,7 +98,7 @@ class DDPTrainer(Steps):
         callbacks: Sequence[Callback] = (),
         world: World | None = None,
     ) -> None:
-        checks.check_model(model, optimizer)
+        checks.check_model(model, optimizer, own_update=self._overrides("optimizer_step"))
         check_methods(self, DDPTrainer, Steps)
         self.config = TrainerConfig() if config is None else config
         checks.check_settings(self.config, world, loss_fn)
@@ -111,9 +111,9 @@ class DDPTrainer(Steps):
         with self.world.together():  # what is wrong on one rank is an error on all
             self.eval_sets = checks.named_sets(eval_data, "eval_data")
             self._train = TrainData(train_data, sampler, loader_options, self.config, self.world)
-            if train_data is not None and loss_fn is None and type(self).training_step is Steps.training_step:
-                raise ValueError(checks.NO_LOSS_FN)
-            self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self.eval_sets))
+            if train_data is not None and not self._overrides("training_step"):
+                checks.check_loss_fn(loss_fn)
+            self._schedule = Schedule(scheduler, optimizer, self.config, self.total_steps, bool(self.eval_sets), self.world)
             self._hooks = Dispatcher(callbacks, self.world)
         self.scheduler, self.callbacks = self._schedule.scheduler, self._hooks.callbacks
         self._precision = Precision(self.config.precision, self.world.device, self.config.scaler_options)
@@ -263,7 +263,7 @@ class DDPTrainer(Steps):
         self._replica.end_window(window)
         self._precision.unscale(self.optimizer, self._replica.trainable)
         self._weighting.normalize(self._replica.trainable, window)
-        self._reporter.note_rates(self.optimizer)
+        self._reporter.note_rates()
         updated, norm = self._graphs.run_update(self._update, self.optimizer)
         self._reporter.grad_norm = norm
         if updated:
@@ -331,11 +331,11 @@ class DDPTrainer(Steps):
             self.load_state_dict(content)
         self.state.stop_reason = None
         checks.warn_before_fit(self.model, self.state, self.finished, self.world.is_main)
-        self._train.open(own_transfer=type(self).prepare_batch is not Steps.prepare_batch)
+        self._train.open(own_transfer=self._overrides("prepare_batch"))
         self._weighting = Weighting(self.world, uneven=self._train.shards_itself)
         self._agreement.open(self.state.window)
-        self._hooks.take_over(self.world.run_on_main(lambda: self._hooks.on_fit_start(self)))
-        self._reporter = Reporter(self.world, self._replica, self.config)  # last, as its clock starts
+        self._hooks.take_over(self.world.run_on_main(lambda: self._hooks.on_fit_start(self)))  # before the clock starts
+        self._reporter = Reporter(self.world, self._replica, self.config, self.optimizer, self._overrides("optimizer_step"))
 
     def _report(self) -> dict[str, float]:
         return checks.summarized(self.summarize, self._reporter.pop_report(bool(self._weighting.by_items)))

@@ -34,11 +34,13 @@ _HOOKS_OF_OTHERS = {
 
 
 def check_methods(trainer: Any, of_all: type, with_steps: type) -> None:
-    """TypeError for an overridden step that cannot be called as it is. Warns of methods that nothing calls.
+    """TypeError for an overridden step that cannot be called as it is, and for a name that is the trainer's own. Warns of
+    methods that nothing calls.
 
     `of_all`: the class whose methods every trainer has; `with_steps`: the one that has those to override, and no others.
     """
-    steps = [name for name, value in vars(with_steps).items() if inspect.isfunction(value)]
+    steps = [name for name, value in vars(with_steps).items() if inspect.isfunction(value) and not name.startswith("_")]
+    _check_names(type(trainer), of_all, with_steps)
     for name in dir(type(trainer)):
         if name.startswith("_") or hasattr(of_all, name) or not callable(getattr(type(trainer), name)):
             continue
@@ -50,6 +52,20 @@ def check_methods(trainer: Any, of_all: type, with_steps: type) -> None:
             warnings.warn(text, UserWarning, stacklevel=3)
     for name in steps:
         _check_arguments(getattr(trainer, name), getattr(with_steps, name), name)
+
+
+def _check_names(kind: type, of_all: type, with_steps: type) -> None:
+    """TypeError where `kind` replaces what only the trainer knows of, or has what an attribute of the trainer's would hide."""
+    used = {name for name in {**vars(of_all), **vars(with_steps)} if name.startswith("_") and not name.startswith("__")}
+    for own in kind.__mro__[: kind.__mro__.index(of_all)]:
+        for name in vars(own):
+            if name in used:
+                raise TypeError(f"{own.__name__}.{name} has a name that the trainer uses itself: rename it")
+            if name in with_steps.__annotations__:
+                raise TypeError(
+                    f"{own.__name__}.{name} would be hidden by the trainer's attribute of that name, which is what DDPTrainer is "
+                    "given for it: pass it there, or rename it"
+                )
 
 
 def check_hooks(callback: Any, of_all: type) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from .replica import Replica
 from .state import TrainerState
 from .world import World
 
+_log = logging.getLogger("trainer")
 _OWN = {"lr", "grad_norm", "samples_per_second"}
 _MARKS = 4_096  # steps between two reports of which the first non-finite loss is known exactly
 
@@ -29,7 +32,12 @@ class Reporter:
     Until `reduce`, which every rank calls at reports and epoch ends, nothing here waits for the device.
     """
 
-    def __init__(self, world: World, replica: Replica, config: TrainerConfig) -> None:
+    def __init__(
+        self, world: World, replica: Replica, config: TrainerConfig, optimizer: Optimizer, own_update: bool = False
+    ) -> None:
+        """`own_update`: whether the script has its own `optimizer_step`, which may forget the optimizer."""
+        self._optimizer = optimizer
+        self._watch = _UpdateWatch(optimizer, replica.parameters) if own_update else None
         self._world = world
         self._replica = replica
         self._sums = WeightedSums(world.device)
@@ -41,7 +49,7 @@ class Reporter:
         self._first_bad_loss = ""
         self._warned: set[str] = set()
         self._broken = self._drifted = False
-        self._rates: list[float | Tensor] = []
+        self._rates: list[float | Tensor | None] = []
         self.grad_norm: Tensor | None = None
         """Of the last step's gradient, before clipping; None without clipping."""
         self._samples = 0
@@ -61,9 +69,9 @@ class Reporter:
         self._samples += samples
         self._trace.record(step, self._sums.total("loss"))
 
-    def note_rates(self, optimizer: Optimizer) -> None:
+    def note_rates(self) -> None:
         """The learning rates that the coming update uses (a copy: a scheduler writes the next rate into the same tensor)."""
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
         self._rates = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
 
     def reduce(self, state: TrainerState, empty_windows: Tensor) -> None:
@@ -89,6 +97,9 @@ class Reporter:
         self._trace.restart()
         if empty:
             self._warn("empty", f"a step up to step {state.step} had no item at all to train on: its gradients were zero")
+        if self._watch is not None and self._watch.did_nothing() and self._world.is_main and not state.skipped_steps:
+            _log.warning("no parameter has changed by step %d: does optimizer_step call super().optimizer_step()?", state.step)
+        self._watch = None
         self._broken, self._drifted = broken != 0, size > 1 and not checksum.all_equal(words, size)
 
     def check_parameters(self, step: int) -> None:
@@ -105,7 +116,8 @@ class Reporter:
         taken, self._since_report = self._since_report, [0.0] * len(self._since_report)
         keys = self._keys or ()
         metrics = means(keys, taken)
-        metrics |= {f"lr/{group}" if group else "lr": float(rate) for group, rate in enumerate(self._rates)}
+        rates = {f"lr/{group}" if group else "lr": rate for group, rate in enumerate(self._rates)}
+        metrics |= {key: float(rate) for key, rate in rates.items() if rate is not None}  # some optimizers find their own
         if self.grad_norm is not None:
             metrics["grad_norm"] = float(self.grad_norm)
         seconds = self._take_seconds()
@@ -188,6 +200,24 @@ class _LossTrace:
 
     def restart(self) -> None:
         self._losses, self._steps, self._is_full = [], [], False
+
+
+class _UpdateWatch:
+    """Whether an `optimizer_step` of a script's own updates anything, seen over the first steps of a `fit`."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._before = checksum.words(parameters)
+        self._was_called = False
+        self._hook = optimizer.register_step_post_hook(self._note)
+
+    def did_nothing(self) -> bool:
+        """Whether the optimizer was left alone and no parameter has changed otherwise. Asked once: ends the watch."""
+        self._hook.remove()
+        return not self._was_called and torch.equal(self._before, checksum.words(self._parameters))
+
+    def _note(self, *_: Any) -> None:
+        self._was_called = True
 
 
 def _own_keys(values: Mapping[str, Tensor | float | Mean]) -> list[str]:

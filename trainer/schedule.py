@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .config import TrainerConfig
 from .method_checks import misfit
+from .world import World
 
 LENGTHS = ("T_max", "total_iters", "total_steps")
 """What torch's schedulers call the number of steps that they were made for."""
@@ -21,7 +23,7 @@ class Schedule:
 
     Every rank moves its own; they stay equal, because all that they follow is equal.
 
-    Raises TypeError or ValueError for a scheduler that could not follow.
+    Raises TypeError or ValueError for a scheduler that could not follow; warns on rank 0 of one that would not reach its end.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Schedule:
         config: TrainerConfig,
         total_steps: int | None,
         has_eval_data: bool,
+        world: World,
     ) -> None:
         self._unit = config.schedule
         self._monitor = config.monitor
@@ -50,6 +53,8 @@ class Schedule:
                     "scheduler: the callable (optimizer, total_steps) must return an LRScheduler; it returned "
                     f"{'None' if scheduler is None else type(scheduler).__name__}"
                 )
+            if world.is_main:
+                _warn_of_length(scheduler, config, total_steps)
         self.scheduler: LRScheduler | None = scheduler
         if scheduler is not None:
             self._check(scheduler, optimizer, has_eval_data)
@@ -99,4 +104,23 @@ def _check_class(scheduler: Any) -> None:
             raise TypeError(
                 f"scheduler: found the class {scheduler.__name__} itself, whose second argument is {second}: pass an instance, "
                 "or a callable (optimizer, total_steps) that makes one"
+            )
+
+
+def _warn_of_length(scheduler: LRScheduler, config: TrainerConfig, total_steps: int) -> None:
+    """Of one that was made for the run's steps, and moves more rarely."""
+    if config.schedule == "epoch":
+        moves, words = config.last_epoch, f"once per epoch, {config.last_epoch} times"
+    elif config.schedule == "eval":
+        moves = config.last_epoch if config.eval_every is None else total_steps // config.eval_every
+        words = "after each evaluation"
+    else:
+        return
+    for name in LENGTHS:
+        if getattr(scheduler, name, None) == total_steps != moves:
+            warnings.warn(
+                f"{type(scheduler).__name__} was made for {name}={total_steps}, the run's steps, but "
+                f"schedule={config.schedule!r} moves it {words}: set schedule='step', or make it for as many moves as there are",
+                UserWarning,
+                stacklevel=4,
             )

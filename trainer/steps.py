@@ -78,7 +78,7 @@ class Steps:
     def optimizer_step(self) -> None:
         """Update the parameters from the window's gradients, which are averaged and clipped. Default: ``optimizer.step()``.
 
-        The place for what follows every update, such as a moving average of the weights.
+        The place for what follows every update, such as a moving average of the weights, after ``super().optimizer_step()``.
         """
         self.optimizer.step()
 
@@ -94,3 +94,6 @@ class Steps:
         Called for reports, epochs and evaluations, whose keys may differ.
         """
         return metrics
+
+    def _overrides(self, step: str) -> bool:
+        return getattr(type(self), step) is not getattr(Steps, step)
