@@ -824,3 +824,35 @@ def test_the_host_waits_for_no_copy_to_a_gpu() -> None:
     assert to_device(Noting(), gpu).asked == ["to cuda {'non_blocking': True}"]
     assert to_device(Noting(knows_waiting=False), gpu).asked == ["to cuda {}"]
     assert to_device(Noting(), cpu).asked == ["to cpu {}"]
+
+
+class OrderOfItsOwn(Numbers):
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(len(self)).tolist()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return super().__getitem__(self.order[index])
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (1, 2), (2, 2)])
+def test_without_a_seed_what_a_dataset_draws_for_an_epoch_is_the_same_everywhere(
+    ranks: Ranks, world_size: int, workers: int
+) -> None:
+    def run() -> list[float]:
+        torch.manual_seed(World.from_env().rank)
+        state = torch.get_rng_state()
+        model, seen = Toy(), []
+
+        class Keeping(DDPTrainer):
+            def training_step(self, model: nn.Module, batch: Any) -> Any:
+                seen.extend(batch[0].tolist())
+                return model(batch[0]).mean()
+
+        config = TrainerConfig(batch_size=4, epochs=2, seed=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        Keeping(model, optimizer, OrderOfItsOwn(24), loader_options={"num_workers": workers}, config=config).fit()
+        assert torch.equal(torch.get_rng_state(), state)
+        return seen
+
+    found = ranks(world_size, run, timeout=60)
+    assert sorted(number for seen in found for number in seen) == sorted([*range(24)] * 2)

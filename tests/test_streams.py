@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -560,3 +561,108 @@ def test_an_order_that_a_stream_draws_for_an_epoch_can_be_dealt_out(ranks: Ranks
 def test_a_stream_shorter_than_a_window_that_must_be_whole_says_so() -> None:
     with pytest.raises(ValueError, match="shorter than one global batch, with drop_last=True"):
         keeper(Stream(5), batch_size=8, drop_last=True).fit()
+
+
+READERS = [(1, 2), (2, 0), (2, 2)]
+
+
+@pytest.mark.parametrize(("world_size", "workers"), READERS)
+@pytest.mark.parametrize("make", [Shuffled, partial(NoisyShards, 40)], ids=["whole", "sharded"])
+def test_without_a_seed_all_readers_of_a_stream_still_draw_the_same_order(
+    ranks: Ranks, world_size: int, workers: int, make: Callable[[], Any]
+) -> None:
+    """Rank 0 draws what they draw with, anew in each run. Else items would be trained on twice, and others never."""
+
+    def run() -> tuple[list[float], dict[str, float]]:
+        torch.manual_seed(World.from_env().rank)
+        trainer = keeper(make(), workers, eval_data=make(), batch_size=4, epochs=2, seed=None)
+        trainer.fit()
+        return vars(trainer)["seen"], trainer.evaluate()
+
+    orders = []
+    for _ in range(2):
+        found = ranks(world_size, run, timeout=60)
+        assert sorted(int(number) for seen, _ in found for number in seen) == sorted([*range(40)] * 2)
+        assert len({metrics["loss"] for _, metrics in found}) == 1
+        orders.append([seen for seen, _ in found])
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize(("world_size", "workers"), READERS)
+def test_without_a_seed_an_interrupted_epoch_of_a_stream_goes_on_in_its_order(
+    ranks: Ranks, tmp_path: Path, world_size: int, workers: int
+) -> None:
+    def run(max_steps: int | None, resume_from: Path | None) -> list[float]:
+        settings: dict[str, Any] = {"max_steps": max_steps} if max_steps else {}
+        trainer = keeper(
+            Shuffled(), workers, [Checkpoint(tmp_path, every_steps=1)], batch_size=4, seed=None, epochs=1, **settings
+        )
+        trainer.fit(resume_from)
+        seen: list[float] = vars(trainer)["seen"]
+        return seen
+
+    first, second = ranks(world_size, run, 2, None, timeout=60), ranks(world_size, run, None, tmp_path, timeout=60)
+    assert sorted(number for seen in (*first, *second) for number in seen) == list(range(40))
+
+
+class Drawing(Keeper):
+    def training_step(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+        self.__dict__.setdefault("drawn", []).append(drawn)
+        return super().training_step(model, batch)
+
+
+def test_without_a_seed_what_a_stream_draws_leaves_the_generators_of_the_steps_alone(ranks: Ranks) -> None:
+    def run() -> tuple[Any, Any]:
+        rank = World.from_env().rank
+
+        def begin() -> None:
+            torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
+
+        model = Toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        trainer = Drawing(model, optimizer, Shuffled(), config=TrainerConfig(batch_size=4, seed=None))
+        begin()
+        trainer.fit()
+        begin()
+        return vars(trainer)["drawn"], [[torch.rand(()).item(), random.random(), float(np.random.rand())] for _ in range(5)]
+
+    for drawn, wanted in ranks(2, run):
+        assert drawn == wanted
+
+
+class Evaluating(Keeper):
+    def training_step(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        self.evaluate()
+        return super().training_step(model, batch)
+
+
+@pytest.mark.parametrize(("lengths", "micro_batch"), [([6, 4], 2), ([5, 1], 1), ([4, 0], 1)])
+def test_evaluate_inside_a_step_that_some_shard_has_not_is_an_error(ranks: Ranks, lengths: list[int], micro_batch: int) -> None:
+    """By its number of samples alone the window might have been shared out evenly."""
+
+    def run() -> None:
+        model = Toy()
+        data = Sharded(lengths, World.from_env().rank)
+        config = TrainerConfig(batch_size=1, accumulation_steps=4)
+        Evaluating(model, torch.optim.SGD(model.parameters(), lr=1.0), data, Numbers(3), config=config).fit()
+
+    outcomes = ranks.outcomes(2, run, timeout=30)
+    assert all(outcome.error == "RuntimeError" and not outcome.timed_out for outcome in outcomes)
+    fewest = lengths[1] % 4
+    assert f"of which some ranks have only {fewest}: they would never come" in outcomes[0].message
+
+
+@pytest.mark.parametrize(("lengths", "steps"), [([8, 8], 2), ([6, 6], 2), ([8, 6], None), ([5, 3], None)])
+def test_layers_that_meet_refuse_uneven_shards_on_every_rank(ranks: Ranks, lengths: list[int], steps: int | None) -> None:
+    def run() -> int:
+        trainer = keeper(Sharded(lengths, World.from_env().rank), batch_size=1, accumulation_steps=4)
+        trainer._replica._synchronized = True  # as with SyncBatchNorm on GPUs
+        return trainer.fit().step
+
+    outcomes = ranks.outcomes(2, run, timeout=30)
+    if steps is not None:
+        assert [outcome.value for outcome in outcomes] == [steps, steps]
+        return
+    assert all(outcome.error == "ValueError" and not outcome.timed_out for outcome in outcomes)
+    assert "SyncBatchNorm needs as many micro-batches on every rank" in outcomes[0].message

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .plan import most_and_fewest
+from .plan import Window, most_and_fewest
 from .world import World
 
 
@@ -57,3 +57,15 @@ def check_windows(sizes: Sequence[int], batch_size: int, world_size: int) -> Non
                 f"to rank 0 and {fewest} to rank {world_size - 1}, in micro-batches of {batch_size}. For the epoch's last window "
                 f"set drop_last=True; for the others choose a global batch that is a multiple of {world_size}"
             )
+
+
+def check_window(window: Window, batch_size: int, world_size: int) -> None:
+    """The same for a window as it comes; ValueError on every rank."""
+    if window.spread is None:
+        check_windows([window.size], batch_size, world_size)
+    elif len(set(window.spread)) > 1:
+        most, fewest = window.spread
+        raise ValueError(
+            f"SyncBatchNorm needs as many micro-batches on every rank, but of a window of {window.size} samples the stream's "
+            f"shards gave {most} to one rank and {fewest} to another: let all shards hold as many samples"
+        )

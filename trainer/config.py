@@ -68,7 +68,7 @@ class TrainerConfig:
     """Leave out an epoch's last window when it is shorter than the global batch."""
     seed: int | None = 0
     """0 or more. Every random number of `fit` follows from it (not the first weights, drawn before). None: the trainer touches no
-    random state, rank 0 draws the order's seed once, which checkpoints hold, and a resumed run is otherwise not exact."""
+    random state, rank 0 draws the seed of all orders once, which checkpoints hold, and a resumed run is otherwise not exact."""
     on_nonfinite: OnNonfinite = "stop"
     """When the parameters are no longer finite at a report: end the run on all ranks, or warn once and go on."""
     ddp_options: Mapping[str, Any] = field(default_factory=dict)

@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from .order import Order
-from .randomness import SET_EPOCH, seed_for
+from .randomness import SET_EPOCH, preserved, seed_for
 from .workers import loader_options, started
 
 LOADER_OPTIONS = (
@@ -52,11 +52,14 @@ class Loader:
     """Fetches micro-batches of a map-style dataset, in the order asked for, here or in worker processes.
 
     `purpose` (see `randomness`) and `seed` decide the random numbers of each sample; ``seed=None`` leaves the generators alone.
+    `order_seed` decides what the dataset draws for an epoch.
     """
 
-    def __init__(self, dataset: Dataset[Any], options: Mapping[str, Any], seed: int | None, purpose: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], options: Mapping[str, Any], seed: int | None, purpose: int, order_seed: int | None = None
+    ) -> None:
         options = loader_options(options, seed)
-        self._source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose)
+        self._source = _Batches(dataset, options.pop("collate_fn", None), seed, purpose, order_seed)
         self._asked = _Requests()
         self._loader: DataLoader[Any] | None = None
         if options.get("num_workers") or options.get("pin_memory"):
@@ -84,8 +87,16 @@ class _Requests(Sampler[Request]):
 class _Batches(Dataset[Any]):
     """Answers a `Request` with a collated batch; every sample is fetched under its own random numbers."""
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any] | None, seed: int | None, purpose: int) -> None:
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        collate: Callable[[list[Any]], Any] | None,
+        seed: int | None,
+        purpose: int,
+        order_seed: int | None,
+    ) -> None:
         self.user_dataset = dataset
+        self._order_seed = order_seed
         self._collate = collate or default_collate
         self._seed = seed
         self._purpose = purpose
@@ -117,7 +128,7 @@ class _Batches(Dataset[Any]):
         dataset: Any = self.user_dataset
         if epoch not in (self._epoch, NO_EPOCH):  # here, because living workers have a copy of the dataset
             self._epoch = epoch
-            tell_epoch(dataset, epoch, self._seed)
+            tell_epoch(dataset, epoch, self._order_seed)
         if self.are_rows:
             return next(self.rows(iter([request])))
         dataset, indices = _innermost(dataset, indices)
@@ -150,8 +161,9 @@ def tell_epoch(dataset: Any, epoch: int, seed: int | None) -> None:
 
     What it draws there, such as an order of its own, is the same in every rank and worker, and after a resume.
     """
-    seed_for(SET_EPOCH, seed, epoch)
-    _tell(dataset, epoch)
+    with preserved(torch.device("cpu")):
+        seed_for(SET_EPOCH, seed, epoch)
+        _tell(dataset, epoch)
 
 
 def _tell(dataset: Any, epoch: int) -> None:

@@ -80,7 +80,7 @@ class ModelUse:
         """RuntimeError where a `training_step` makes a call that needs every rank, and some have no such micro-batch."""
         if self._window is None:
             return
-        _, fewest = most_and_fewest(self._window.size, self._batch_size, self._world.size)
+        _, fewest = self._window.spread or most_and_fewest(self._window.size, self._batch_size, self._world.size)
         if self._micro_batches > fewest:
             raise RuntimeError(
                 f"{call} needs every rank, but was called in micro-batch {self._micro_batches} of a window of "

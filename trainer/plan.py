@@ -21,6 +21,8 @@ class Window(NamedTuple):  # made in every step, in a quarter of a frozen datacl
     """This rank's positions, micro-batch by micro-batch. Empty where the ranks before take all there are."""
     last: bool
     """Whether the epoch ends with this window."""
+    spread: tuple[int, int] | None = None
+    """Most and fewest micro-batches of any rank, where the plan does not tell them."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ class Replica:
 
     def begin_window(self, window: Window) -> None:
         """Before the first forward: rank 0's buffers, once per window."""
-        self.check_windows([window.size])
+        if self._synchronized:
+            batchnorm.check_window(window, self._batch_size, self._world.size)
         self.use.begin_window(window)
         if self._sends_buffers:
             self.send_buffers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -11,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from torch.utils.data._utils import worker as _worker
 
 from .data import NO_EPOCH, tell_epoch, unchanged
-from .plan import Plan, Window
-from .randomness import seed_for
+from .plan import Plan, Window, most_and_fewest
+from .randomness import preserved, seed_for
 from .workers import loader_options, started
 from .world import World
 
@@ -26,12 +27,27 @@ def shards_itself(dataset: Any) -> bool:
 
 
 def open_stream(
-    dataset: IterableDataset[Any], options: Mapping[str, Any], plan: Plan, seed: int | None, purpose: int, world: World
+    dataset: IterableDataset[Any],
+    options: Mapping[str, Any],
+    plan: Plan,
+    seed: int | None,
+    purpose: int,
+    world: World,
+    order_seed: int | None = None,
 ) -> Stream | ShardedStream:
-    """The windows of a stream, of whichever kind it is. `options`: the DataLoader's; `purpose`: see `randomness`."""
+    """The windows of a stream, of whichever kind it is. `options`: the DataLoader's; `purpose`: see `randomness`.
+
+    Without a `seed` several readers still have to draw the same order: with `order_seed`, or one that rank 0 draws. Called on
+    every rank.
+    """
+    workers = options.get("num_workers", 0)
+    shared = seed is None and world.size * max(1, workers) > 1
+    if shared:
+        seed = world.run_on_main(lambda: secrets.randbits(63)) if order_seed is None else order_seed
+    apart = shared and not workers
     if shards_itself(dataset):
-        return ShardedStream(dataset, options, plan, seed, purpose, world)
-    return Stream(dataset, options, plan, seed, purpose)
+        return ShardedStream(dataset, options, plan, seed, purpose, world, apart)
+    return Stream(dataset, options, plan, seed, purpose, apart)
 
 
 class Stream:
@@ -47,8 +63,16 @@ class Stream:
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], options: Mapping[str, Any], plan: Plan, seed: int | None, purpose: int
+        self,
+        dataset: IterableDataset[Any],
+        options: Mapping[str, Any],
+        plan: Plan,
+        seed: int | None,
+        purpose: int,
+        apart: bool = False,
     ) -> None:
+        """`apart`: leave the generators as they are, for what else this process draws."""
+        self._apart = apart
         options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
         self._source = _Reader(dataset, collate, plan, seed, purpose)
@@ -57,7 +81,7 @@ class Stream:
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """The windows from position `start` of an epoch on; what lies before is read and passed over."""
         self._source.start[:] = torch.tensor([epoch, start])
-        return started(self._loader)
+        return _started(self._loader, self._apart)
 
 
 class _Reader(IterableDataset[Batches]):
@@ -142,7 +166,9 @@ class ShardedStream:
         seed: int | None,
         purpose: int,
         world: World,
+        apart: bool = False,
     ) -> None:
+        self._apart = apart  # as of `Stream`
         options = loader_options(options, seed)
         collate = options.pop("collate_fn", None) or default_collate
         self._world = world
@@ -152,6 +178,7 @@ class ShardedStream:
                 f"{plan.window_size} for {plan.world_size} processes: set global_batch_size to {plan.world_size} or more"
             )
         parts = [len(part) for part in plan.share(0, plan.window_size)]
+        self._most, _ = most_and_fewest(plan.window_size, plan.batch_size, plan.world_size)
         # Workers take turns: where micro-batches differ in size, each gives whole shares.
         self._turns, turn = (len(parts), parts[:1]) if len(set(parts)) == 1 else (1, parts)
         self._source = _Shard(dataset, collate, turn, plan.rank, seed, purpose)
@@ -160,16 +187,19 @@ class ShardedStream:
     def windows(self, epoch: int, start: int, passed: int = 0) -> Iterator[Batches]:
         """As `Stream.windows`; `passed`: the windows before `start`, which may have been short."""
         self._source.epoch.fill_(epoch)
-        own = islice(started(self._loader), passed * self._turns, None)
+        own = islice(_started(self._loader, self._apart), passed * self._turns, None)
         ahead = list(islice(own, 1))
         while True:
             mine = list(chain.from_iterable(islice(chain(ahead, own), self._turns)))
             ahead = list(islice(own, 1))
             samples = sum(size for size, _ in mine)
-            total, more = self._world.sum(torch.tensor([samples, len(ahead)], dtype=torch.int64)).tolist()
+            has = [number < len(mine) for number in range(self._most)]
+            total, more, *having = self._world.sum(torch.tensor([samples, len(ahead), *has], dtype=torch.int64)).tolist()
             if total == 0:
                 return
-            yield Window(total, tuple(range(size) for size, _ in mine), last=more == 0), [batch for _, batch in mine]
+            spread = sum(ranks > 0 for ranks in having), having.count(self._world.size)
+            micro_batches = tuple(range(size) for size, _ in mine)
+            yield Window(total, micro_batches, more == 0, spread), [batch for _, batch in mine]
             if more == 0:
                 return
 
@@ -208,3 +238,15 @@ class _Shard(IterableDataset[list[tuple[int, Any]]]):
         for position, item in enumerate(self.user_dataset, 1):
             yield item
             seed_for(self._purpose, self._seed, epoch, self._rank, worker, position)
+
+
+def _started(loader: DataLoader[Any], apart: bool) -> Iterator[Any]:
+    """The loader's batches; `apart`: each is read with the generators put back afterwards."""
+    batches = started(loader)
+    while apart:
+        with preserved(torch.device("cpu")):
+            found = list(islice(batches, 1))
+        if not found:
+            return
+        yield found.pop()
+    yield from batches

@@ -96,21 +96,21 @@ class TrainData:
         if self._dataset is None:
             raise ValueError("nothing to train on: pass train_data to DDPTrainer")
         seed, world = self._config.seed, self._world
+        if self._order_seed is None:  # an epoch that was left is gone on with in the same order
+            self._order_seed = world.run_on_main(lambda: secrets.randbits(63))
         if self._is_stream:
-            self._stream = open_stream(self._dataset, self.options, self._plan, seed, SAMPLE, world)
+            self._stream = open_stream(self._dataset, self.options, self._plan, seed, SAMPLE, world, self._order_seed)
         else:
-            if self._order_seed is None:  # an epoch that was left is gone on with in the same order
-                self._order_seed = world.run_on_main(lambda: secrets.randbits(63))
             on_gpu = _is_gpu(world.device)
             options = {"pin_memory": True, **self.options} if on_gpu and self.options.get("num_workers") else self.options
-            self._loader = Loader(self._dataset, options, seed, SAMPLE)
+            self._loader = Loader(self._dataset, options, seed, SAMPLE, self._order_seed)
             self._prefetcher = Prefetcher(world.device, self._config.channels_last) if on_gpu and not own_transfer else None
 
     def windows(self, state: TrainerState) -> Iterator[tuple[Window, Iterable[Any]]]:
         """The windows that remain of the current epoch, each with this rank's batches."""
         epoch, start = state.epoch, state.epoch_samples
         if self.options.get("num_workers"):  # an evaluation's workers begin as copies of what is here
-            tell_epoch(self._dataset, epoch, self._config.seed)
+            tell_epoch(self._dataset, epoch, self._order_seed)
         if self._is_stream:
             window, passed = None, self._windows_passed(state)
             for number, (window, of_stream) in enumerate(self._stream.windows(epoch, start, passed), passed):
@@ -129,9 +129,10 @@ class TrainData:
     def state_dict(self, state: TrainerState) -> dict[str, Any]:
         """What a resume needs besides counters and seed: of a stream that shards itself the windows passed, any of which may have
         been short; without a seed the one that the order was drawn with."""
+        saved: dict[str, Any] = {"order_seed": self._order_seed} if self._config.seed is None else {}
         if self.shards_itself:
-            return {"epoch_windows": self._windows_passed(state), "shards": self._shards}
-        return {"order_seed": self._order_seed} if self._config.seed is None else {}
+            saved |= {"epoch_windows": self._windows_passed(state), "shards": self._shards}
+        return saved
 
     def check_shards(self, state: Mapping[str, Any]) -> None:
         """ValueError where a stream that shards itself would be continued in other shards than it was begun in."""
