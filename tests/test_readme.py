@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
-from tests.helpers import run_torchrun
+from tests.helpers import Numbers, Ranks, run_torchrun, toy_trainer
+from trainer import DDPTrainer
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -26,6 +30,23 @@ def test_script_of_the_readme_prints_the_lines_shown_below_it(processes: int) ->
     run = run_torchrun(script, processes, timeout=100)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines()[-len(shown) :] == shown
+
+
+def test_metric_of_the_readme_is_right_on_several_processes(ranks: Ranks) -> None:
+    source = re.search(r"```python\n( *class WorstError:.*?)```", README, re.DOTALL)
+    assert source is not None
+    exec(textwrap.dedent(source[1]), globals())
+
+    class Trainer(DDPTrainer):
+        def eval_step(self, model: nn.Module, batch: Any) -> Any:
+            worst = vars(self).setdefault("worst", globals()["WorstError"](self.world))
+            worst.update(batch[0].abs())
+            return {"loss": batch[0].mean(), "worst": worst}
+
+    def run() -> dict[str, float]:
+        return toy_trainer(4, kind=Trainer, batch_size=2).evaluate(Numbers([3.0, -7.0, 5.0]))
+
+    assert ranks(4, run) == [{"loss": pytest.approx(1 / 3), "worst": 7.0}] * 4
 
 
 def test_first_forty_lines_hold_the_commands_a_whole_script_and_what_it_prints() -> None:

@@ -20,7 +20,7 @@ class Callback:
 
     Every hook is called on rank 0 only, after the counters of ``trainer.state`` have advanced. What it receives is already
     reduced over all ranks, so a hook needs no communication, and may not start any: `fit`, `evaluate`, `predict`, `close` and
-    every collective of `World` raise RuntimeError inside one. A hook watches; what changes the model belongs into the overridable
+    every collective of `World` raise RuntimeError inside one. A hook watches; what changes the model belongs in the overridable
     methods of the trainer, which run on every rank. The other ranks wait while a hook works, so keep it short.
     """
 

@@ -27,21 +27,21 @@ class TrainerConfig:
     max_minutes: float | None = None
     """Minutes of `fit` after which the run ends, at the next step on which the ranks agree on stopping; above 0."""
     batch_size: int = 32
-    """Samples per rank and micro-batch: the memory knob."""
+    """Samples per rank and micro-batch: the memory knob; 1 or more."""
     accumulation_steps: int = 1
-    """Micro-batches per rank and optimizer step. The global batch is world size x batch_size x accumulation_steps."""
+    """Micro-batches per rank and optimizer step, 1 or more. The global batch is world size x batch_size x accumulation_steps."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks: the training knob. When given, each rank takes its share of them in as many
-    micro-batches of at most `batch_size` as that needs, at any world size, dividing or not."""
+    """Samples per optimizer step over all ranks, 1 or more: the training knob. When given, each rank takes its share of them in
+    as many micro-batches of at most `batch_size` as that needs, at any world size, dividing or not."""
     eval_batch_size: int | None = None
-    """Samples per rank and batch in evaluation. None: `batch_size`."""
+    """Samples per rank and batch in evaluation, 1 or more. None: `batch_size`."""
     eval_every: int | None = None
-    """Steps between evaluations. None: at each epoch's end and at the planned end of the run."""
+    """Steps between evaluations, 1 or more. None: at each epoch's end and at the planned end of the run."""
     log_every: int = 10
-    """Steps between reports; the planned last step reports too."""
+    """Steps between reports, 1 or more; the planned last step reports too."""
     schedule: ScheduleUnit = "step"
-    """When the scheduler moves: after every optimizer step, every epoch, or every evaluation that `fit` runs. "eval" gives
-    the value of `monitor` to a ReduceLROnPlateau."""
+    """When the scheduler moves: after every optimizer step, every epoch, or every evaluation that `fit` runs (its length is then
+    a number of epochs, or of evaluations). "eval" gives the value of `monitor` to a ReduceLROnPlateau."""
     monitor: str = "loss"
     """The key of the evaluation that `schedule="eval"` follows; with several evaluation sets `name/key`."""
     max_grad_norm: float | None = None
@@ -61,7 +61,8 @@ class TrainerConfig:
     return tensors there, and must not count or exchange anything in Python; the optimizer needs ``fused=True`` or
     ``capturable=True``; recurrent layers with dropout need ``seed=None``. Elsewhere: one warning, and nothing else."""
     gradient_compression: Compression | None = None
-    """Send gradients between the ranks in this format."""
+    """Send gradients between the ranks in this format. Prefer bf16 with a `Mean` over many items a sample: sums of their
+    gradients travel, which may overflow fp16."""
     shuffle: bool = True
     """A new order each epoch, a function of seed and epoch alone. False: the order of the dataset."""
     drop_last: bool = False

@@ -27,13 +27,16 @@ class Steps:
     """The bare module, without any wrapper."""
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    """What was given, or what the given callable made; `fit` moves it."""
     loss_fn: Callable[[Any, Any], Tensor] | None
+    """As it was given; a module is on `world.device`."""
     callbacks: tuple[Callback, ...]
     """On rank 0; empty on the others."""
     config: TrainerConfig
     state: TrainerState
     """Where the run is, the same on every rank. Steps may read it, never write it."""
     world: World
+    """Rank, size, device, and what the ranks tell each other."""
     eval_sets: dict[str, Dataset[Any]]
     """The evaluation data by name; a single dataset has the name ''. Empty if there is none."""
 
@@ -55,8 +58,7 @@ class Steps:
 
         An object with ``reset``, ``update`` and ``compute``, such as torchmetrics', may stand in the mapping too, the same every
         time, once this step has updated it: it is computed, then reset. torchmetrics' are combined over the ranks (keep them on
-        `world.device`); one of your
-        own must combine its numbers in ``compute``, with `World.sum` or `World.gather`.
+        `world.device`); one of your own must combine its numbers in ``compute``, with `World.sum` or `World.gather`.
 
         `model` is the bare module, in evaluation mode, without gradients. Default: `training_step`. Override it where that does
         more than compute the loss: mixup or label smoothing there would leak into the evaluation.
