@@ -120,6 +120,7 @@ CLOSED = {
     "order": {"plan", "randomness"},
     "workers": {"launch", "randomness"},
     "data": {"plan", "order", "randomness", "workers"},
+    "data_checks": {"config", "data", "plan"},
     "model_keys": set(),
     "checkpoint_folder": {"checkpoint", "host_copy", "model_keys"},
 }

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import random
+import re
 import shutil
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from callbacks import Checkpoint, EarlyStopping, JSONLines, Profiler, TensorBoard
@@ -872,3 +873,35 @@ def test_a_loss_that_holds_weights_goes_to_the_device() -> None:
     trainer = DDPTrainer(model, torch.optim.SGD(model.parameters()), Numbers(2), loss_fn=loss)
     assert loss.device == trainer.world.device
     assert trainer.loss_fn is loss
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batchnorm_on_a_rest_of_one_sample_says_what_to_change(ranks: Ranks, world_size: int) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(1).double()
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.norm(inputs.unsqueeze(1))
+            return outputs
+
+    def run() -> None:
+        toy_trainer(9 * world_size, Normed(), batch_size=4).fit()
+
+    told = r"Expected more than 1 value per channel.*a micro-batch of one sample.*drop_last=True"
+    outcome = ranks.outcomes(world_size, run, timeout=30)[0]
+    assert outcome.error == "ValueError"
+    assert re.search(told, outcome.message, re.DOTALL)
+
+
+@pytest.mark.parametrize(("global_batch_size", "idle"), [(2, True), (3, False)])
+def test_processes_without_work_are_told_once(ranks: Ranks, global_batch_size: int, idle: bool) -> None:
+    def run() -> list[str]:
+        logged: list[str] = []
+        logging.getLogger("trainer").addFilter(lambda record: logged.append(record.getMessage()) or False)
+        toy_trainer(12, batch_size=1, global_batch_size=global_batch_size).fit()
+        return logged
+
+    told = "a global batch of 2 samples leaves 1 of 3 processes without any in every step: raise global_batch_size"
+    assert ranks(3, run) == [[told] * idle, [], []]

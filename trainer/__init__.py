@@ -12,7 +12,8 @@ Where things live, one file each:
   meet, and who is still there), `transport` (how objects and tensors travel).
 - How a run ends: `stopping` (together), `signals`, `failure` (what is said of an error).
 - Files: `checkpoint` (one), `checkpoint_folder` (a run's), `checkpoint_content` (what is in one), `model_keys`, `host_copy`.
-- What can be wrong: `checks` (arguments), `method_checks`, `rank_checks`; on a machine: `doctor` and its `doctor_checks`.
+- What can be wrong: `checks` (arguments), `data_checks`, `method_checks`, `rank_checks`; on a machine: `doctor` and its
+  `doctor_checks`.
 """
 
 from .callback import Callback

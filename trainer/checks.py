@@ -1,28 +1,24 @@
-"""What is checked of a trainer's arguments, before anything has cost time, and of what its steps are given and return."""
+"""What is checked of a trainer's arguments (data: `data_checks`), and of what its steps are given and return."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import operator
 import warnings
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from .config import TrainerConfig
-from .data import LOADER_OPTIONS
+from .data_checks import kind_of
 from .failure import with_text
 from .method_checks import misfit
 from .metrics import Mean
-from .plan import Plan
 from .state import TrainerState
 from .world import World
 
@@ -36,16 +32,16 @@ def check_model(model: Any, optimizer: Any, own_update: bool) -> None:
     `own_update`: whether the script has its own way to call the optimizer.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; found {_kind(model)}")
+        raise TypeError(f"model must be a torch.nn.Module; found {kind_of(model)}")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise TypeError(f"model must be the bare module, the trainer wraps it itself; found {_kind(model)}: pass model.module")
+        raise TypeError(f"model must be the bare module, the trainer wraps it itself; found {kind_of(model)}: pass model.module")
     if unfinished := [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]:
         raise ValueError(
             f"the model is not built yet: {', '.join(unfinished)} have no shape before the first forward. Call model(...) on one "
             "batch, then build the optimizer"
         )
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {_kind(optimizer)}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {kind_of(optimizer)}")
     own = {id(parameter) for parameter in model.parameters()}
     foreign = [tuple(item.shape) for group in optimizer.param_groups for item in group["params"] if id(item) not in own]
     if foreign:
@@ -64,11 +60,11 @@ def check_model(model: Any, optimizer: Any, own_update: bool) -> None:
 def check_settings(config: Any, world: Any, loss_fn: Any) -> None:
     """TypeError for what is no config, no world or no loss function; ValueError for options that DDP would not take."""
     if not isinstance(config, TrainerConfig):
-        raise TypeError(f"config must be a TrainerConfig, as in config=TrainerConfig(epochs=3); found {_kind(config)}")
+        raise TypeError(f"config must be a TrainerConfig, as in config=TrainerConfig(epochs=3); found {kind_of(config)}")
     if not isinstance(world, World | None):
-        raise TypeError(f"world must be a World, as World.from_env() returns it; found {_kind(world)}")
+        raise TypeError(f"world must be a World, as World.from_env() returns it; found {kind_of(world)}")
     if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
-        raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets); found {_kind(loss_fn)}")
+        raise TypeError(f"loss_fn must be callable as loss_fn(outputs, targets); found {kind_of(loss_fn)}")
     _check_ddp_options(config.ddp_options)
 
 
@@ -93,149 +89,6 @@ def _check_ddp_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"ddp_options: DistributedDataParallel has no option {option!r}; there are {', '.join(known)}")
 
 
-def check_dataset(data: Any, name: str) -> None:
-    """TypeError or ValueError for what is no map-style dataset with samples."""
-    if isinstance(data, DataLoader):
-        raise TypeError(
-            f"{name} must be a Dataset, not a DataLoader: the trainer makes the batches. Pass loader.dataset, set batch_size in "
-            "TrainerConfig, and give num_workers, collate_fn, ... as loader_options"
-        )
-    if isinstance(data, list) and any(isinstance(item, (Dataset, DataLoader)) for item in data[:1]):
-        raise TypeError(
-            f"{name} must be one Dataset; found a list of them: join them in a torch.utils.data.ConcatDataset (for several "
-            "evaluation sets pass a mapping of names to datasets)"
-        )
-    missing = " and ".join(method for method in ("__getitem__", "__len__") if not hasattr(data, method))
-    if missing or (isinstance(data, (str, bytes, tuple, type, Mapping)) and not isinstance(data, Dataset)):
-        hint = ": tensors go into a torch.utils.data.TensorDataset" if isinstance(data, tuple) else ""
-        hint = f", which has no {missing}" if missing else hint
-        raise TypeError(f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}{hint}")
-    if isinstance(data, IterableDataset):  # it has a __getitem__, which is Dataset's own
-        raise TypeError(f"{name} must be a map-style Dataset, with __getitem__ and __len__; found {_kind(data)}, a stream")
-    if _length(data, name) == 0:
-        raise ValueError(f"{name} is empty: {_kind(data)} of length 0")
-
-
-def check_stream(stream: Any, sampler: Any, config: TrainerConfig) -> None:
-    """ValueError for what a dataset without a length cannot do."""
-    if sampler is not None:
-        raise ValueError("a sampler gives positions in train_data, but an IterableDataset has none: leave one of them out")
-    if config.drop_last and getattr(stream, "sharded", False):
-        raise ValueError("drop_last=True needs to know the end beforehand, which a stream that shards itself does not tell")
-
-
-def check_some(window: Any) -> None:
-    """ValueError for an epoch of a stream in which nothing came."""
-    if window is None:
-        raise ValueError(
-            "train_data, an IterableDataset, gave nothing to train on in this epoch: it is empty, or used up, or shorter than "
-            "one global batch, with drop_last=True"
-        )
-
-
-def named_sets(data: Any, argument: str) -> dict[str, Dataset[Any]]:
-    """Evaluation data by name; a single dataset has the name ''. Checked; `argument` is what the user knows it by."""
-    if data is None:
-        return {}
-    if not isinstance(data, Mapping) or isinstance(data, Dataset):
-        _check_eval_set(data, argument)
-        return {"": data}
-    if not data:
-        raise ValueError(f"{argument} is a mapping without datasets: pass some, or None")
-    for name, dataset in data.items():
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"the names in {argument} must be non-empty strings; found {name!r}")
-        _check_eval_set(dataset, f"{argument}[{name!r}]")
-    return dict(data)
-
-
-def _check_eval_set(data: Any, name: str) -> None:
-    if not isinstance(data, IterableDataset):
-        check_dataset(data, name)
-
-
-def check_loader_options(options: Any) -> None:
-    """TypeError or ValueError for a DataLoader option that the trainer settles itself, or that DataLoader would not take."""
-    settled = {
-        "batch_size": "set TrainerConfig.batch_size",
-        "shuffle": "set TrainerConfig.shuffle",
-        "drop_last": "set TrainerConfig.drop_last",
-        "sampler": "pass sampler= to DDPTrainer",
-        "batch_sampler": "pass sampler= to DDPTrainer and set TrainerConfig.batch_size",
-        "dataset": "pass train_data and eval_data",
-        "in_order": "the order is what makes a run reproducible",
-    }
-    if not isinstance(options, Mapping):
-        raise TypeError(f"loader_options must be a mapping of DataLoader's keyword arguments; found {_kind(options)}")
-    for option in options:
-        if option in settled:
-            raise ValueError(f"loader_options: {option!r} is settled by the trainer: {settled[option]}")
-        if option not in LOADER_OPTIONS:
-            raise ValueError(f"loader_options: there is no option {option!r}; there are {', '.join(sorted(LOADER_OPTIONS))}")
-    _check_values(options)
-
-
-def _check_values(options: Mapping[str, Any]) -> None:
-    workers, generator = options.get("num_workers", 0), options.get("generator")
-    if isinstance(workers, bool) or not isinstance(workers, int):
-        raise TypeError(f"loader_options: num_workers must be a Python int; found {workers!r} ({_kind(workers)})")
-    if not isinstance(generator, torch.Generator | None):
-        raise TypeError(f"loader_options: generator must be a torch.Generator; found {_kind(generator)}")
-    for name in ("collate_fn", "worker_init_fn"):
-        if options.get(name) is not None and not callable(options[name]):
-            raise TypeError(f"loader_options: {name} must be callable; found {_kind(options[name])}")
-    if workers == 0 and options.get("timeout"):
-        raise ValueError(f"loader_options: timeout={options['timeout']} needs num_workers of 1 or more")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of too many workers, say: it comes again
-            DataLoader([], batch_size=None, **options)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"loader_options: DataLoader refuses them: {error}") from error
-
-
-def check_sampler(sampler: Any) -> None:
-    """TypeError or ValueError for a sampler that gives no global order of single samples."""
-    if isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            "sampler: a DistributedSampler splits the data itself, and pads it; leave it out, the trainer splits exactly"
-        )
-    if isinstance(sampler, BatchSampler):
-        raise ValueError(
-            "sampler: a BatchSampler gives batches, not samples; pass its inner sampler and set TrainerConfig.batch_size"
-        )
-    iterable = hasattr(sampler, "__iter__") and hasattr(sampler, "__len__") and not isinstance(sampler, (str, bytes, type))
-    if not isinstance(sampler, Sampler) and not iterable:
-        raise TypeError(f"sampler must be a torch.utils.data.Sampler with a length; found {_kind(sampler)}")
-    if not hasattr(sampler, "__len__"):
-        raise TypeError(f"sampler must have a length, __len__: {_kind(sampler)} has none")
-    if _length(sampler, "sampler") == 0:
-        raise ValueError(f"sampler is empty: {_kind(sampler)} of length 0")
-
-
-def check_index(index: Any) -> int:
-    """What a sampler gave, as an int. TypeError for what is none."""
-    if isinstance(index, int):
-        return index
-    try:
-        return operator.index(index)
-    except TypeError:
-        raise TypeError(f"the sampler must give indices of single samples, ints; found {index!r} ({_kind(index)})") from None
-
-
-def check_plan(plan: Plan, config: TrainerConfig) -> None:
-    """ValueError when `drop_last` leaves nothing to train on."""
-    if plan.steps_per_epoch == 0:
-        accumulation = f" x accumulation_steps {config.accumulation_steps}" if config.accumulation_steps > 1 else ""
-        how = f"world size {plan.world_size} x batch_size {plan.batch_size}{accumulation}"
-        if config.global_batch_size is not None:
-            how = f"global_batch_size={config.global_batch_size}; world size {plan.world_size}"
-        raise ValueError(
-            f"drop_last=True leaves nothing to train on: {plan.samples} samples are fewer than one global batch of "
-            f"{plan.window_size} ({how}). Lower it, or set drop_last=False"
-        )
-
-
 def check_loss(output: Mapping[str, Any]) -> Tensor | Mean:
     """The loss in a training step's output, if it can be trained on: TypeError or ValueError naming what was returned."""
     if "loss" not in output:
@@ -245,7 +98,7 @@ def check_loss(output: Mapping[str, Any]) -> Tensor | Mean:
     if not isinstance(total, Tensor):
         raise TypeError(
             "training_step must return the loss as a 0-dim tensor, as the loss function gave it (without .item()), or as a Mean "
-            f"of such a sum; found {_kind(total)}"
+            f"of such a sum; found {kind_of(total)}"
         )
     if total.numel() != 1:
         wanted = "the sum over the batch's items" if isinstance(loss, Mean) else "the mean over the batch's samples"
@@ -268,7 +121,7 @@ def check_pair(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         length = f" of length {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise TypeError(
-            f"the default training_step takes batches (inputs, targets); found {_kind(batch)}{length}: override training_step, "
+            f"the default training_step takes batches (inputs, targets); found {kind_of(batch)}{length}: override training_step, "
             "or let each sample of the dataset be such a pair"
         )
     return batch[0], batch[1]
@@ -286,12 +139,12 @@ def summarized(summarize: Callable[[dict[str, float]], Any], means: dict[str, fl
         )
         raise with_text(text, error) from error
     if not isinstance(metrics, dict):
-        found = "None (is a return missing?)" if metrics is None else _kind(metrics)
+        found = "None (is a return missing?)" if metrics is None else kind_of(metrics)
         raise TypeError(f"summarize must return the metrics, a dict of numbers by name; it returned {found}")
     for key, value in metrics.items():
         if not isinstance(key, str) or not isinstance(value, (int, float, Real, np.bool_)):
             raise TypeError(
-                f"summarize must return numbers by name; found {key!r}: {value!r} ({_kind(value)}); float(...) makes one"
+                f"summarize must return numbers by name; found {key!r}: {value!r} ({kind_of(value)}); float(...) makes one"
             )
     return {key: value if type(value) in (int, float) else float(value) for key, value in metrics.items()}
 
@@ -329,19 +182,3 @@ def warn_before_fit(model: nn.Module, state: TrainerState, is_finished: bool, is
             UserWarning,
             stacklevel=4,
         )
-
-
-def _length(data: Any, name: str) -> int:
-    try:
-        return len(data)
-    except (TypeError, ValueError) as error:
-        kind = ValueError if isinstance(error, ValueError) else TypeError
-        raise kind(f"{name}: the length of {_kind(data)} cannot be used: {error}") from error
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "None"
-    kind = value if isinstance(value, type) else type(value)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"the class {name} itself, no instance of it" if isinstance(value, type) else name

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
-from . import checkpoint_content, checkpoint_folder, checks, rank_checks
+from . import checkpoint_content, checkpoint_folder, checks, data_checks, rank_checks
 from .callback import Callback, Dispatcher
 from .config import TrainerConfig
 from .cuda_graph import CudaGraphs
@@ -109,7 +109,7 @@ class DDPTrainer(Steps):
         self.model, self.optimizer, self.state = self._replica.model, optimizer, TrainerState()
         self.loss_fn = loss_fn.to(self.world.device) if isinstance(loss_fn, nn.Module) else loss_fn  # it may hold class weights
         with self.world.together():  # what is wrong on one rank is an error on all
-            self.eval_sets = checks.named_sets(eval_data, "eval_data")
+            self.eval_sets = data_checks.named_sets(eval_data, "eval_data")
             self._train = TrainData(train_data, sampler, loader_options, self.config, self.world)
             if train_data is not None and not self._overrides("training_step"):
                 checks.check_loss_fn(loss_fn)
@@ -156,7 +156,7 @@ class DDPTrainer(Steps):
         """
         self.world.check_usable("evaluate")
         self._replica.use.check_meeting("evaluate")
-        sets = self.eval_sets if data is None else checks.named_sets(data, "data")
+        sets = self.eval_sets if data is None else data_checks.named_sets(data, "data")
         if not sets:
             raise ValueError("nothing to evaluate: pass eval_data to DDPTrainer, or a dataset to evaluate()")
         metrics: dict[str, float] = {}
@@ -175,7 +175,7 @@ class DDPTrainer(Steps):
         """
         self.world.check_usable("predict")
         self._replica.use.check_meeting("predict")
-        checks.check_dataset(data, "data")
+        data_checks.check_dataset(data, "data")
         with collective_call("predict", self.world, partial(explain, trainer=self)):
             return predict(self, self._replica, self._precision, data, self._train.options)
 

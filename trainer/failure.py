@@ -138,6 +138,11 @@ def explain(error: BaseException, trainer: DDPTrainer) -> BaseException:
             f"{error}: the model that training_step is given may be wrapped, and then the names of its parameters begin with "
             "module.; take those of self.model"
         )
+    elif isinstance(error, ValueError) and str(error).startswith("Expected more than 1 value per channel when training"):
+        text = (
+            f"{error}: a micro-batch of one sample leaves BatchNorm nothing to normalise by. Choose batch_size and global batch "
+            "so that no rank's share ends with one, or leave out an epoch's short last window with drop_last=True"
+        )
     elif isinstance(error, RuntimeError):
         text = _explain_memory(error, trainer)
     return error if text is None else with_text(text, error)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from . import checks
+from . import data_checks
 from .config import TrainerConfig
 from .data import Loader, requests, tell_epoch
 from .order import Order, Permutation, dataset_order, from_sampler
@@ -38,7 +38,7 @@ class TrainData:
         world: World,
     ) -> None:
         self.options: Mapping[str, Any] = {} if options is None else options
-        checks.check_loader_options(self.options)
+        data_checks.check_loader_options(self.options)
         self.window_size = config.window_size(world.size)
         self.samples: int | None = None
         """Positions in an epoch's order; None where that is unknown (a stream, or no dataset)."""
@@ -54,18 +54,18 @@ class TrainData:
         self._drawn: tuple[int, Order] | None = None  # an epoch, and what the sampler gave for it
         self._window_begun = (0, 0)  # of a stream: the last window's number in its epoch, and the position it starts at
         if self._is_stream:
-            checks.check_stream(dataset, sampler, config)
+            data_checks.check_stream(dataset, sampler, config)
         elif dataset is not None:
-            checks.check_dataset(dataset, "train_data")
+            data_checks.check_dataset(dataset, "train_data")
             self.samples = self._rows = len(self._dataset)
         if sampler is not None:
             if dataset is None:
                 raise ValueError("a sampler gives the order of train_data: pass train_data too")
-            checks.check_sampler(sampler)
+            data_checks.check_sampler(sampler)
             self.samples = len(self._sampler)
         self._plan = Plan(self.samples or 0, self.window_size, config.batch_size, world.rank, world.size, config.drop_last)
         if self.samples is not None:
-            checks.check_plan(self._plan, config)
+            data_checks.check_plan(self._plan, config)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -116,7 +116,7 @@ class TrainData:
             for number, (window, of_stream) in enumerate(self._stream.windows(epoch, start, passed), passed):
                 self._window_begun = (number, state.epoch_samples)
                 yield window, of_stream
-            checks.check_some(window)
+            data_checks.check_some(window)
             return
         windows, ahead = tee(self._plan.windows(start))
         shares = (share for window in ahead for share in window.micro_batches)
@@ -175,7 +175,7 @@ class TrainData:
             seed_generators(seed := mix(ORDER, self._config.seed, epoch))
             if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
                 generator.manual_seed(seed >> 1)
-        indices: Tensor = self._world.run_on_main(lambda: torch.tensor(list(map(checks.check_index, self._sampler))))
+        indices: Tensor = self._world.run_on_main(lambda: torch.tensor(list(map(data_checks.check_index, self._sampler))))
         return indices.tolist()
 
 
