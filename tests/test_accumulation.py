@@ -43,36 +43,35 @@ def all_weights_after(runs: Sequence[tuple[int | Sequence[float], dict[str, Any]
 
 # Case, world size, numbers, config, the weight after each step.
 CASES: list[tuple[str, int, int | Sequence[float], dict[str, Any], list[float]]] = [
-    ("A-01", 1, 8, {"batch_size": 2, "accumulation_steps": 4}, [-3.5]),
-    ("A-01", 1, 8, {"batch_size": 4, "accumulation_steps": 2}, [-3.5]),
-    ("A-01", 1, 8, {"batch_size": 8}, [-3.5]),
-    ("A-01", 2, 8, {"batch_size": 1, "accumulation_steps": 4}, [-3.5]),
-    ("A-01", 4, 8, {"batch_size": 1, "accumulation_steps": 2}, [-3.5]),
-    ("A-02 (a)", 1, 10, {"batch_size": 2, "accumulation_steps": 2}, [-1.5, -7.0, -15.5]),
-    ("A-02 (b)", 2, 20, {"batch_size": 2, "accumulation_steps": 2}, [-3.5, -15.0, -32.5]),
-    ("A-02, W=4", 4, 20, {"batch_size": 1, "accumulation_steps": 2}, [-3.5, -15.0, -32.5]),
-    ("A-03", 1, 6, {"batch_size": 2, "accumulation_steps": 2, "epochs": 2}, [-1.5, -6.0, -7.5, -12.0]),
-    ("A-03, W=2", 2, 12, {"batch_size": 2, "accumulation_steps": 2, "epochs": 2}, [-3.5, -13.0, -16.5, -26.0]),
-    ("A-04", 1, 6, {"batch_size": 2, "accumulation_steps": 8}, [-2.5]),
-    ("A-04, W=2", 2, 6, {"batch_size": 2, "accumulation_steps": 8}, [-2.5]),
-    ("A-05", 1, 5, {"batch_size": 2, "accumulation_steps": 3}, [-2.0]),
-    ("A-05", 1, 5, {"batch_size": 5}, [-2.0]),
-    ("A-05, W=2", 2, 5, {"batch_size": 2, "accumulation_steps": 3}, [-2.0]),
-    ("A-12", 2, [1, 2, 3, 10], {"batch_size": 2}, [-4.0]),
-    ("A-12, two samples and one", 2, [1, 10, 4], {"batch_size": 2}, [-5.0]),
-    ("A-12, ranks without samples", 4, [7, 8], {"batch_size": 2}, [-7.5]),
-    ("C-06", 4, [5], {"batch_size": 1}, [-5.0]),
+    ("one window", 1, 8, {"batch_size": 2, "accumulation_steps": 4}, [-3.5]),
+    ("one window", 1, 8, {"batch_size": 4, "accumulation_steps": 2}, [-3.5]),
+    ("one window", 1, 8, {"batch_size": 8}, [-3.5]),
+    ("one window", 2, 8, {"batch_size": 1, "accumulation_steps": 4}, [-3.5]),
+    ("one window", 4, 8, {"batch_size": 1, "accumulation_steps": 2}, [-3.5]),
+    ("a tail", 1, 10, {"batch_size": 2, "accumulation_steps": 2}, [-1.5, -7.0, -15.5]),
+    ("a tail on two ranks", 2, 20, {"batch_size": 2, "accumulation_steps": 2}, [-3.5, -15.0, -32.5]),
+    ("a tail on four ranks", 4, 20, {"batch_size": 1, "accumulation_steps": 2}, [-3.5, -15.0, -32.5]),
+    ("tails in two epochs", 1, 6, {"batch_size": 2, "accumulation_steps": 2, "epochs": 2}, [-1.5, -6.0, -7.5, -12.0]),
+    ("the same on two ranks", 2, 12, {"batch_size": 2, "accumulation_steps": 2, "epochs": 2}, [-3.5, -13.0, -16.5, -26.0]),
+    ("less than a window", 1, 6, {"batch_size": 2, "accumulation_steps": 8}, [-2.5]),
+    ("less than a window on two ranks", 2, 6, {"batch_size": 2, "accumulation_steps": 8}, [-2.5]),
+    ("a ragged micro-batch", 1, 5, {"batch_size": 2, "accumulation_steps": 3}, [-2.0]),
+    ("a ragged micro-batch", 1, 5, {"batch_size": 5}, [-2.0]),
+    ("a ragged micro-batch on two ranks", 2, 5, {"batch_size": 2, "accumulation_steps": 3}, [-2.0]),
+    ("unequal numbers", 2, [1, 2, 3, 10], {"batch_size": 2}, [-4.0]),
+    ("two samples and one", 2, [1, 10, 4], {"batch_size": 2}, [-5.0]),
+    ("ranks without samples", 4, [7, 8], {"batch_size": 2}, [-7.5]),
+    ("one sample on four ranks", 4, [5], {"batch_size": 1}, [-5.0]),
 ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_step_takes_the_mean_over_all_samples_of_its_window(ranks: Ranks, world_size: int) -> None:
-    """A-01 to A-05, A-12, C-06, by their numbers."""
     cases = [case for case in CASES if case[1] == world_size]
     found = ranks(world_size, all_weights_after, [(numbers, config) for _, _, numbers, config, _ in cases])[0]
     for (name, _, _, config, wanted), weights in zip(cases, found, strict=True):
         assert weights == pytest.approx(wanted, rel=1e-14), (name, config)
-        if name == "A-01":
+        if name == "one window":
             assert weights == wanted, config
 
 
@@ -85,7 +84,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_partial_windows_and_ragged_shares_are_weighted_by_their_samples(ranks: Ranks, world_size: int) -> None:
-    """A-01 to A-05, A-12, for many lengths, over two epochs. A negative accumulation here: the global batch."""
+    """For many lengths, over two epochs. A negative accumulation here: the global batch."""
     runs = []
     for samples, batch_size, accumulation in SHAPES:
         key = "accumulation_steps" if accumulation > 0 else "global_batch_size"
@@ -105,7 +104,6 @@ def test_partial_windows_and_ragged_shares_are_weighted_by_their_samples(ranks: 
 
 @pytest.mark.parametrize("steps", [0, -1])
 def test_accumulation_of_no_micro_batches_is_an_error(steps: int) -> None:
-    """A-04."""
     with pytest.raises(ValueError, match=f"accumulation_steps must be 1 or more; found {steps}"):
         TrainerConfig(accumulation_steps=steps)
 
@@ -145,7 +143,7 @@ class Counting(DDPTrainer):
 
 
 def test_gradients_travel_once_per_window(ranks: Ranks) -> None:
-    """A-11: in the window's last micro-batch, also in a tail; before it is divided by K the gradient is 4 * 1.5."""
+    """In the window's last micro-batch, also in a tail; before it is divided by K the gradient is 4 * 1.5."""
 
     def run() -> list[Any]:
         World.from_env()
@@ -161,7 +159,7 @@ def test_gradients_travel_once_per_window(ranks: Ranks) -> None:
 
 
 def test_a_rank_with_one_sample_weighs_a_third_of_one_with_three(ranks: Ranks) -> None:
-    """A-12: rank 0 has [1, 2, 3] and rank 1 has [10]: 16 / 4, not the mean of their means."""
+    """Rank 0 has [1, 2, 3] and rank 1 has [10]: 16 / 4, not the mean of their means."""
 
     class Uneven(Counting):
         """Deals out the window unevenly, which the trainer itself never does by more than one sample."""
@@ -186,7 +184,7 @@ TOTALS = [(6, 2, 3), (5, 2, 3), (3, 8, 1), (1, 1, 1), (7, 3, 3), (9, 3, 3)]
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_total_steps_are_those_really_taken(ranks: Ranks, world_size: int) -> None:
-    """A-13: M micro-batches per rank, K of them a step: ceil(M / K) steps per epoch, and no sample too many."""
+    """M micro-batches per rank, K of them a step: ceil(M / K) steps per epoch, and no sample too many."""
 
     def run() -> list[tuple[Any, ...]]:
         World.from_env()
@@ -212,7 +210,7 @@ def test_total_steps_are_those_really_taken(ranks: Ranks, world_size: int) -> No
     ({"max_steps": 3}, (3, 5, 1, 0)),
 ])  # fmt: skip
 def test_max_steps_ends_the_run_after_exactly_so_many(ranks: Ranks, config: dict[str, int], wanted: tuple[int, ...]) -> None:
-    """A-13, M = 5 and K = 2: steps, micro-batches, finished epochs, micro-batches of the epoch begun."""
+    """M = 5 and K = 2: steps, micro-batches, finished epochs, micro-batches of the epoch begun."""
 
     def run() -> tuple[int, ...]:
         trainer = toy_trainer(5, batch_size=1, accumulation_steps=2, kind=Counting, **config)
@@ -250,7 +248,7 @@ class Choosing(Counting):
 
 
 def test_a_parameter_used_before_the_last_micro_batch_is_reduced_too(ranks: Ranks) -> None:
-    """I-04: with x = rank + 1 the summed gradients are a = 2.5, b = 2.0, c = None, in every window, on both ranks."""
+    """With x = rank + 1 the summed gradients are a = 2.5, b = 2.0, c = None, in every window, on both ranks."""
 
     def run() -> list[list[float | None]]:
         options = {"find_unused_parameters": True}
@@ -271,7 +269,7 @@ class Sparing(DDPTrainer):
 
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_a_rank_without_samples_does_not_move_a_parameter_that_nobody_used(ranks: Ranks, bucket_view: bool) -> None:
-    """L1 with find_unused_parameters: no gradient on one process is no gradient on many (I-05: nor any weight decay)."""
+    """With find_unused_parameters: no gradient on one process is no gradient on many, nor any weight decay."""
 
     def run() -> list[float]:
         model = Alternating()

@@ -76,7 +76,7 @@ def the_same_alone() -> float:
 
 @pytest.mark.timeout(240)
 def test_a_run_on_two_nodes_goes_on_without_the_one_that_dies(tmp_path: Path) -> None:
-    """M-1 with several agents: the world is 4, then 2, and the weights are those of one process."""
+    """With several agents: the world is 4, then 2, and the weights are those of one process."""
     (script := tmp_path / "script.py").write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -127,7 +127,7 @@ def assert_same_but_for(device: torch.device, moved: Any, original: Any) -> None
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("device", [META, torch.device("cpu")], ids=str)
 def test_containers_keep_their_types_on_the_way_to_the_device(name: str, device: torch.device) -> None:
-    """C-10, with "meta" for a real move."""
+    """With "meta" for a real move."""
     batch, untouched = BATCHES[name](), BATCHES[name]()
     assert_same_but_for(device, to_device(batch, device), untouched)
     assert_same_but_for(torch.device("cpu"), batch, untouched)  # the input is left as it was
@@ -286,7 +286,7 @@ def draws() -> dict[int, list[Any]]:
 
 
 def test_what_a_sample_draws_depends_on_its_position_and_epoch_alone(draws: dict[int, list[Any]]) -> None:
-    """C-08: whatever workers and ranks."""
+    """Whatever workers and ranks."""
     wanted = draws[1][0][0][0]
     assert set(wanted) == {(epoch, index) for epoch in range(2) for index in range(LENGTH)}
     for by_rank in draws.values():
@@ -304,7 +304,7 @@ def test_a_sample_evaluated_draws_the_same_whatever_workers_and_ranks(draws: dic
 
 
 def test_no_two_samples_and_no_two_streams_draw_the_same(draws: dict[int, list[Any]]) -> None:
-    """C-08: over ranks, workers and epochs, in each of the generators of torch, numpy and random."""
+    """Over ranks, workers and epochs, in each of the generators of torch, numpy and random."""
     for stream in zip(*draws[3][0][2][0].values(), *draws[3][1][2][0].values(), strict=True):
         assert len(set(stream)) == len(stream)
     numbers = [number for draw in draws[1][0][0][0].values() for number in draw]
@@ -565,7 +565,7 @@ class Copies(TorchFunctionMode):
 
 @pytest.mark.parametrize("pin_memory", [False, None])
 def test_nothing_that_is_read_on_the_cpu_is_copied_without_waiting(ranks: Ranks, pin_memory: bool | None) -> None:
-    """C-11: only host to device may go on; and nothing is said of pinned memory where there is none."""
+    """Only host to device may go on; and nothing is said of pinned memory where there is none."""
 
     def fit() -> tuple[list[tuple[str, bool]], list[float]]:
         recorder = Recorder()

@@ -94,7 +94,7 @@ def test_conditions_add_up_and_the_last_step_of_a_run_is_saved_however_it_ends(
     ("keep_last", "counts"), [(1, [1, 1, 1, 1, 1, 1]), (3, [1, 2, 3, 3, 3, 3]), (5, [1, 2, 3, 4, 5, 5]), (6, [1, 2, 3, 4, 5, 6])]
 )
 def test_the_last_files_are_kept(ranks: Ranks, tmp_path: Path, keep_last: int, counts: list[int]) -> None:
-    """F-02: over six saves."""
+    """Over six saves."""
 
     def run() -> list[list[int]]:
         seen = Listing(tmp_path)
@@ -108,7 +108,7 @@ def test_the_last_files_are_kept(ranks: Ranks, tmp_path: Path, keep_last: int, c
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_old_file_goes_only_after_the_new_one_is_there(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """F-02, F-01, G-07: keep_last=1, the disk is full at the second save, after which every rank ends at once."""
+    """keep_last=1, the disk is full at the second save, after which every rank ends at once."""
 
     class Full(Callback):
         def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -178,7 +178,7 @@ def test_a_file_never_lags_behind(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_an_error_leaves_the_files_as_they_were(ranks: Ranks, tmp_path: Path) -> None:
-    """G-05: nothing is saved on the way out, by any callback, at any world size."""
+    """Nothing is saved on the way out, by any callback, at any world size."""
 
     class Failing(Callback):
         def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -251,7 +251,7 @@ NAN = math.nan
 def test_the_best_evaluation_is_kept_and_neither_ties_nor_nan_are_better(
     ranks: Ranks, tmp_path: Path, mode: str, values: tuple[float, ...], best: list[int | None]
 ) -> None:
-    """D-15: best.pt after each evaluation; it is not counted among the last files, and a folder is not resumed from it."""
+    """best.pt after each evaluation; it is not counted among the last files, and a folder is not resumed from it."""
 
     class Watching(Callback):
         def __init__(self) -> None:
@@ -273,7 +273,7 @@ def test_the_best_evaluation_is_kept_and_neither_ties_nor_nan_are_better(
 
 
 def test_nan_on_one_rank_is_nan_for_all_and_warned_of_once(ranks: Ranks, tmp_path: Path) -> None:
-    """D-15: two ranks of which one evaluates to NaN at the third step and the fifth."""
+    """Two ranks of which one evaluates to NaN at the third step and the fifth."""
 
     def run() -> tuple[int | None, float]:
         trainer = scripted(tmp_path, (1.0, 0.8, NAN, 0.6, NAN))
@@ -335,7 +335,7 @@ def test_a_death_between_two_files_of_a_step_loses_no_best_one(ranks: Ranks, tmp
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_death_in_the_middle_of_a_file_leaves_the_one_that_it_replaces(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """F-01: rank 0 dies within the second best.pt; the others end too."""
+    """Rank 0 dies within the second best.pt; the others end too."""
 
     def run(dies: bool) -> None:
         opened = 0
@@ -359,7 +359,7 @@ def test_a_death_in_the_middle_of_a_file_leaves_the_one_that_it_replaces(ranks: 
 
 
 def test_every_rank_can_load_the_best_by_the_same_path(ranks: Ranks, tmp_path: Path) -> None:
-    """F-05: the ranks' own means are 0.3 and 0.5, the evaluation's 0.4; rank 0 is the last to leave. Each rank has named the
+    """The ranks' own means are 0.3 and 0.5, the evaluation's 0.4; rank 0 is the last to leave. Each rank has named the
     folder by its own clock.
     """
 
@@ -446,7 +446,7 @@ def test_a_run_continued_from_an_older_file_replaces_what_came_after_it(ranks: R
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nothing"])
 def test_a_folder_that_cannot_be_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Path, world_size: int, place: str) -> None:
-    """G-07: a regular file, below one, or where nobody may write."""
+    """A regular file, below one, or where nobody may write."""
     (tmp_path / "file").write_text("in the way")
     folder = tmp_path / place
     outcomes = ranks.outcomes(
@@ -460,7 +460,7 @@ def test_a_folder_that_cannot_be_is_an_error_on_every_rank(ranks: Ranks, tmp_pat
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_folder_that_goes_away_ends_every_rank(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """G-07: it becomes a file after the first save."""
+    """It becomes a file after the first save."""
 
     class Replacing(Callback):
         def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:

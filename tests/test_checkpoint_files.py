@@ -1,4 +1,4 @@
-"""Laws L10 and L13: a checkpoint is whole or absent, and loading one runs no code."""
+"""A checkpoint is whole or absent, and loading one runs no code."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def no_space() -> None:
 def test_a_write_that_fails_half_way_leaves_the_file_before_it_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, step: int
 ) -> None:
-    """F-01: over the same file, and to the next; from the first byte to the last."""
+    """Over the same file, and to the next; from the first byte to the last."""
     folder = CheckpointFolder(tmp_path)
     folder.write(name(1), content(1))
     before = (tmp_path / name(1)).read_bytes()
@@ -135,7 +135,7 @@ def test_a_file_system_that_takes_a_part_leaves_the_file_before_it(ranks: Ranks,
 
 
 def test_a_process_that_dies_half_way_leaves_what_no_one_takes_for_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    """F-01: the unfinished file is passed over, and removed by the next run."""
+    """The unfinished file is passed over, and removed by the next run."""
 
     def run(ends: bool) -> int:
         if ends:
@@ -345,7 +345,7 @@ class Nested(nn.Module):
 def test_a_file_has_the_keys_of_the_users_module_and_loads_with_those_of_a_wrapped_one(
     ranks: Ranks, tmp_path: Path, make: Callable[[], nn.Module]
 ) -> None:
-    """F-06: saved by two ranks, loaded by one without a process group; and with the prefixes of wrappers before the keys."""
+    """Saved by two ranks, loaded by one without a process group; and with the prefixes of wrappers before the keys."""
 
     def save() -> list[str]:
         toy_trainer(8, make(), batch_size=2, callbacks=[Checkpoint(tmp_path)]).fit()
@@ -476,7 +476,7 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_what_can_be_saved_is_loaded_as_it_was(tmp_path: Path, kind: str) -> None:
-    """F-08: with `weights_only=True`, and nothing else ever."""
+    """With `weights_only=True`, and nothing else ever."""
     path = tmp_path / name(1)
     checkpoint.write(path, {**content(1), "extra": ACCEPTED[kind]})
     assert same(checkpoint.read(path)["extra"], ACCEPTED[kind])
@@ -484,7 +484,7 @@ def test_what_can_be_saved_is_loaded_as_it_was(tmp_path: Path, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_could_not_be_loaded_is_refused_when_saved_by_its_place_and_type(tmp_path: Path, kind: str) -> None:
-    """F-08: nothing is written."""
+    """Nothing is written."""
     value = REFUSED[kind]
     for extra, place in (
         ({"extra": value}, "extra"),
@@ -511,7 +511,7 @@ def test_a_tensors_attributes_are_saved_with_it_and_looked_at_too(tmp_path: Path
 
 
 def test_numpys_generator_state_goes_through_a_file_as_plain_values(tmp_path: Path) -> None:
-    """F-08: as numpy gives it, it is refused; as a list, it draws the same numbers afterwards."""
+    """As numpy gives it, it is refused; as a list, it draws the same numbers afterwards."""
     np.random.seed(5)
     state: Any = np.random.get_state()
     path = tmp_path / name(1)
@@ -554,7 +554,7 @@ class Hostile:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_hostile_file_runs_nothing(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """F-09: in torch's own form and as a bare pickle, named or found in a folder; an error on every rank."""
+    """In torch's own form and as a bare pickle, named or found in a folder; an error on every rank."""
     marker, folder = tmp_path / "marker", tmp_path / "files"
     folder.mkdir()
     hostile = {**content(1), "callbacks": {"a": Hostile(marker)}}
@@ -580,7 +580,7 @@ def test_a_hostile_file_runs_nothing(ranks: Ranks, tmp_path: Path, world_size: i
 
 
 def test_every_load_in_the_library_refuses_code_and_names_the_device() -> None:
-    """F-09, F-10: by the source; and nothing else there reads pickles but what the ranks send each other."""
+    """By the source; and nothing else there reads pickles but what the ranks send each other."""
     loads = []
     for path in sorted([*(ROOT / "trainer").glob("*.py"), *(ROOT / "callbacks").glob("*.py")]):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -601,7 +601,7 @@ def test_every_load_in_the_library_refuses_code_and_names_the_device() -> None:
 def test_a_file_of_another_device_is_loaded_into_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
 ) -> None:
-    """F-10: its tensors say that they were on the GPU with index 5."""
+    """Its tensors say that they were on the GPU with index 5."""
     with monkeypatch.context() as patched:
         patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:5")
         ranks(1, lambda: toy_trainer(8, batch_size=4, callbacks=[Checkpoint(tmp_path)]).fit())
@@ -618,7 +618,7 @@ def test_a_file_of_another_device_is_loaded_into_host_memory(
 
 
 def test_the_optimizers_state_is_where_its_parameters_are(ranks: Ranks, tmp_path: Path) -> None:
-    """F-11: Adam, saved after two steps; the third works and is that of a run in one piece."""
+    """Adam, saved after two steps; the third works and is that of a run in one piece."""
 
     def run(steps: int) -> DDPTrainer:
         model = Toy()
@@ -653,7 +653,7 @@ def test_the_optimizers_state_is_where_its_parameters_are(ranks: Ranks, tmp_path
 
 
 def test_one_rank_writes_and_every_rank_can_load_as_soon_as_fit_returns(ranks: Ranks, tmp_path: Path) -> None:
-    """F-04: twenty saves by four ranks, the last two kept, each 50 ms slower than it is."""
+    """Twenty saves by four ranks, the last two kept, each 50 ms slower than it is."""
 
     def run() -> tuple[int, int, float, list[str]]:
         opened = 0
@@ -721,7 +721,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 def test_a_model_that_the_user_has_compiled_is_saved_and_resumed_as_the_plain_one(
     ranks: Ranks, tmp_path: Path, world_size: int
 ) -> None:
-    """F-07: each way round; and parameters that are not finite are found under their plain names."""
+    """Each way round; and parameters that are not finite are found under their plain names."""
 
     def run() -> list[str]:
         files, values = {}, {}

@@ -1,4 +1,4 @@
-"""Law L3: every sample is evaluated once, on any number of ranks, and everything is left as it was found."""
+"""Every sample is evaluated once, on any number of ranks, and everything is left as it was found."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def evaluated(eval_batch_size: int | None = None, batch_size: int = 32) -> list[
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_sample_is_evaluated_once_at_any_world_and_batch_size(ranks: Ranks, world_size: int) -> None:
-    """L3, D-07: the values of one process in float64, the same bits on every rank."""
+    """The values of one process in float64, the same bits on every rank."""
     sizes: list[dict[str, int]] = [*({"eval_batch_size": size} for size in BATCH_SIZES), {"batch_size": 3}]
     by_rank = ranks(world_size, lambda: [evaluated(**size) for size in sizes])
     for place in range(len(sizes)):
@@ -82,20 +82,20 @@ def toy_losses(runs: Sequence[tuple[Sequence[float], int]]) -> list[float]:
 
 
 CASES: list[tuple[str, Sequence[float], Sequence[int], float]] = [
-    ("D-01", [0, 0, 1, 1, 1, 1, 1, 1, 1, 1], (2, 3, 8), 0.8),
-    ("D-01", [1] * 20 + [0], (1, 2, 5), 20 / 21),
-    ("D-02 (a) and (c)", [10, 10, 9], (2, 1), 29 / 3),
-    ("D-02 (b)", [0.7] * 256 + [0.8] * 256 + [0.9] * 10, (256, 100), 393 / 522),
-    ("D-03", [0, 1, 2, 3, 4], (1, 2, 8), 2.0),
-    ("D-03", [0, 1, 4, 9, 16], (1, 2, 8), 6.0),
-    ("D-09", [1, 0], (8, 1), 0.5),
+    ("ranks of unequal accuracy", [0, 0, 1, 1, 1, 1, 1, 1, 1, 1], (2, 3, 8), 0.8),
+    ("one wrong of 21", [1] * 20 + [0], (1, 2, 5), 20 / 21),
+    ("a shorter last batch", [10, 10, 9], (2, 1), 29 / 3),
+    ("a last batch of ten", [0.7] * 256 + [0.8] * 256 + [0.9] * 10, (256, 100), 393 / 522),
+    ("five samples", [0, 1, 2, 3, 4], (1, 2, 8), 2.0),
+    ("five squares", [0, 1, 4, 9, 16], (1, 2, 8), 6.0),
+    ("fewer samples than ranks", [1, 0], (8, 1), 0.5),
     ("one sample", [0.125], (1, 4), 0.125),
 ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_known_means_come_out_at_any_world_size(ranks: Ranks, world_size: int) -> None:
-    """D-01, D-02, D-03, D-09: nothing padded, no mean of means, ranks without samples."""
+    """Nothing padded, no mean of means, ranks without samples."""
     runs = [(numbers, batch) for _, numbers, batches, _ in CASES for batch in batches]
     wanted = [(name, value) for name, _, batches, value in CASES for _ in batches]
     by_rank = ranks(world_size, toy_losses, runs)
@@ -105,7 +105,6 @@ def test_known_means_come_out_at_any_world_size(ranks: Ranks, world_size: int) -
 
 
 def test_no_data_is_an_error_rather_than_a_nan(ranks: Ranks) -> None:
-    """D-09."""
 
     def run(data: Any) -> None:
         toy_trainer(4).evaluate(data)
@@ -122,7 +121,6 @@ def test_no_data_is_an_error_rather_than_a_nan(ranks: Ranks) -> None:
 
 
 def test_a_sum_over_the_ranks_is_the_same_on_all_of_them(ranks: Ranks) -> None:
-    """D-07, by its numbers."""
 
     def run() -> tuple[list[list[float]], list[list[float]]]:
         world = World.from_env()
@@ -136,7 +134,7 @@ def test_a_sum_over_the_ranks_is_the_same_on_all_of_them(ranks: Ranks) -> None:
 
 
 def test_sums_are_kept_in_float64() -> None:
-    """D-06: in bf16 they would stop at 256, in float32 counts would stop at 2**24."""
+    """In bf16 they would stop at 256, in float32 counts would stop at 2**24."""
     sums = WeightedSums(torch.device("cpu"))
     one = torch.ones((), dtype=torch.bfloat16)
     for _ in range(1_000):
@@ -145,7 +143,7 @@ def test_sums_are_kept_in_float64() -> None:
 
 
 def test_different_lengths_on_different_ranks_are_an_error_on_all(ranks: Ranks) -> None:
-    """L3: the trainer counts."""
+    """The trainer counts."""
 
     def run() -> None:
         toy_trainer(4).evaluate(Numbers(6 + World.from_env().rank))
@@ -205,7 +203,7 @@ class Modal(DDPTrainer):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_modes_after_an_evaluation_are_those_before_it(ranks: Ranks, world_size: int) -> None:
-    """D-11, module by module; frozen statistics stay; dropout is off in evaluation."""
+    """Module by module; frozen statistics stay; dropout is off in evaluation."""
 
     def run() -> Any:
         model, callback = Frozen(), Modes()
@@ -244,7 +242,6 @@ class Caching(nn.Module):
 
 
 def test_what_a_model_caches_in_evaluation_can_be_trained_with(ranks: Ranks) -> None:
-    """D-13."""
 
     class Curious(Callback):
         def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -264,7 +261,7 @@ def test_what_a_model_caches_in_evaluation_can_be_trained_with(ranks: Ranks) -> 
 
 
 def test_a_hook_may_use_the_bare_model_on_rank_0_alone(ranks: Ranks) -> None:
-    """D-14: nothing is sent, so that the ranks' next message is a later one: 10 + 20 = 30."""
+    """Nothing is sent, so that the ranks' next message is a later one: 10 + 20 = 30."""
 
     class Using(Callback):
         def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -322,7 +319,7 @@ class Best(Callback):
 def test_nan_is_never_the_best_and_never_an_improvement(
     ranks: Ranks, tmp_path: Path, world_size: int, more: tuple[float, ...]
 ) -> None:
-    """D-15: the best is 0.4 at evaluation 4; two files were the best; with a NaN after 0.6 the patience of 2 is over."""
+    """The best is 0.4 at evaluation 4; two files were the best; with a NaN after 0.6 the patience of 2 is over."""
 
     class Longer(Told):
         VALUES = (*Told.VALUES, *more)

@@ -1,4 +1,4 @@
-"""What belongs to the user is left as found (L14); one process is an ordinary process (L12); files run no code (L13)."""
+"""What belongs to the user is left as found; one process is an ordinary process; files run no code."""
 
 from __future__ import annotations
 
@@ -422,7 +422,7 @@ def test_the_model_can_be_trained_by_hand_after_fit(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_one_process_has_no_group_and_no_wrapper(ranks: Ranks, launched: bool) -> None:
-    """L12: by plain python and by torchrun with one process."""
+    """By plain python and by torchrun with one process."""
 
     class Trainer(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
@@ -441,7 +441,7 @@ def test_one_process_has_no_group_and_no_wrapper(ranks: Ranks, launched: bool) -
 
 
 def test_a_debugger_stops_inside_a_step(ranks: Ranks) -> None:
-    """L12: the step runs in the process and the thread of the script."""
+    """The step runs in the process and the thread of the script."""
 
     class Trainer(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
@@ -482,7 +482,7 @@ class Payload:
 @pytest.mark.parametrize("where", ["callbacks", "model", "the file"])
 @pytest.mark.parametrize("resume_from", ["file", "folder"])
 def test_resuming_runs_no_code_from_a_file(ranks: Ranks, tmp_path: Path, where: str, resume_from: str) -> None:
-    """L13: it is refused on every rank, and nothing was run."""
+    """It is refused on every rank, and nothing was run."""
     target, folder = tmp_path / "it-ran", tmp_path / "run"
     folder.mkdir()
     file = folder / "step-00000002.pt"

@@ -201,7 +201,7 @@ def test_a_rank_that_failed_by_itself_is_named_as_the_cause(ranks: Ranks, world_
 
 @pytest.mark.parametrize(("seconds", "fine"), [(2.0, False), (20.0, True)])
 def test_work_on_rank_0_may_take_as_long_as_the_others_were_told_to_wait(ranks: Ranks, seconds: float, fine: bool) -> None:
-    """G-08: five seconds in `on_epoch_end`."""
+    """Five seconds in `on_epoch_end`."""
 
     def action(rank: int, place: str, step: int) -> None:
         if place == "on_epoch_end":
@@ -231,7 +231,7 @@ def test_a_rank_that_hangs_is_named_though_another_gave_up_before() -> None:
 
 @pytest.mark.parametrize("opened", ["a group", "a world"])
 def test_a_limit_is_kept_in_what_was_open_already(ranks: Ranks, opened: str) -> None:
-    """G-08's kind, and the error says what is not known: of a group of one's own nobody keeps a roll."""
+    """And the error says what is not known: of a group of one's own nobody keeps a roll."""
 
     def fit_late() -> int:
         if opened == "a group":

@@ -1,4 +1,4 @@
-"""Callbacks: which hook fires when, on which rank, and what it may do there (law L7); what a step is (law L6)."""
+"""Callbacks: which hook fires when, on which rank, and what it may do there; what a step is."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def collective_calls(trainer: DDPTrainer) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_call_that_needs_all_ranks_raises_in_every_hook_and_names_both(ranks: Ranks, world_size: int) -> None:
-    """G-01's deadlock is an error at once, in a job of one process too; the run itself goes on undisturbed."""
+    """What would be a deadlock is an error at once, in a job of one process too; the run itself goes on undisturbed."""
 
     class Trainer(DDPTrainer):
         is_broken = False
@@ -245,7 +245,7 @@ def test_a_call_that_needs_all_ranks_raises_in_every_hook_and_names_both(ranks: 
 
 
 def test_what_is_local_works_in_hooks(ranks: Ranks) -> None:
-    """G-01: reading costs no communication, and what is read is what the other rank has too."""
+    """Reading costs no communication, and what is read is what the other rank has too."""
 
     class Reader(Recorder):
         def __init__(self) -> None:
@@ -323,7 +323,7 @@ def test_every_counter_has_advanced_before_any_hook_of_the_step(ranks: Ranks, wo
 
 @pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (1, 3), (2, 3)])
 def test_a_step_is_an_optimizer_update_everywhere(ranks: Ranks, world_size: int, accumulation: int) -> None:
-    """L6: hooks, counters, reports, evaluations, the schedule and max_steps count the same seven steps, whatever a step
+    """Hooks, counters, reports, evaluations, the schedule and max_steps count the same seven steps, whatever a step
     is made of. Windows of 6, the last of an epoch of 4 steps holds 3."""
 
     def fit() -> tuple[int | None, int, Recorder, list[int], int]:

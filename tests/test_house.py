@@ -177,7 +177,7 @@ def test_the_loop_reads_from_top_to_bottom() -> None:
 
 @pytest.mark.parametrize("path", [*LIBRARY, *EXAMPLES], ids=by_name)
 def test_nothing_that_is_read_from_a_file_can_run_code(path: Path) -> None:
-    """L13: torch.load with ``weights_only=True`` written out, and pickles only of what ranks send each other."""
+    """torch.load with ``weights_only=True`` written out, and pickles only of what ranks send each other."""
     for node in running_nodes(parse(path)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
             assert ("weights_only", "True") in [(word.arg, ast.unparse(word.value)) for word in node.keywords]

@@ -78,7 +78,7 @@ def token_trainer(model: nn.Module, rows: list[list[float]], **settings: Any) ->
 
 
 def test_toy_of_a_06_gives_seven_sixths_exactly(ranks: Ranks) -> None:
-    """A-06: the denominator spans micro-batches and ranks. Rank 0 has [4] and [0, 0, 0], rank 1 has [2] and [1]."""
+    """The denominator spans micro-batches and ranks. Rank 0 has [4] and [0, 0, 0], rank 1 has [2] and [1]."""
 
     def run() -> list[float]:
         trainer = token_trainer(Toy(), [[4], [2], [0, 0, 0], [1]], batch_size=1, accumulation_steps=2)

@@ -33,7 +33,7 @@ NOISE = ("destroy_process_group", "terminate called", "Traceback", "leaked", "Wa
 
 
 def test_two_fits_and_a_second_trainer_in_one_process_leave_cleanly_with_everything_held() -> None:
-    """H-01 and M-16, under torchrun: the group is gone after close, and nothing is said about it at the end."""
+    """Under torchrun: the group is gone after close, and nothing is said about it at the end."""
     done = run_torchrun(
         """
 import os
@@ -138,7 +138,7 @@ os.kill(host, signal.SIGKILL)
 
 
 def test_a_wrapper_that_is_still_held_has_let_go_when_the_process_ends() -> None:
-    """M-15: a process may abort at its end while a wrapper holds what belongs to the group. The user's own references do
+    """A process may abort at its end while a wrapper holds what belongs to the group. The user's own references do
     not matter: to the trainer, and to what `training_step` was given."""
     done = run_torchrun(ENDS, 0, *ENDINGS.values(), timeout=LIMIT)
     for number, name in enumerate(ENDINGS):
@@ -148,7 +148,7 @@ def test_a_wrapper_that_is_still_held_has_let_go_when_the_process_ends() -> None
 
 
 def test_two_jobs_at_once_do_not_disturb_each_other_and_need_no_certain_port() -> None:
-    """H-06: torchrun's usual port is taken."""
+    """torchrun's usual port is taken."""
     script = """
 import os
 from tests.helpers import toy_trainer
@@ -172,7 +172,7 @@ with toy_trainer(8, batch_size=2) as trainer:
 
 
 def test_an_interrupt_reaches_the_caller_and_files_are_closed(tmp_path: Path) -> None:
-    """H-08: nothing after `fit` runs, the exit code is not 0, and the log holds the two steps."""
+    """Nothing after `fit` runs, the exit code is not 0, and the log holds the two steps."""
     done = run_torchrun(
         """
 import sys
@@ -218,7 +218,7 @@ def root_cause(done: Completed) -> str:
 
 
 def test_torchrun_shows_the_rank_that_failed_with_its_traceback(tmp_path: Path) -> None:
-    """G-05: rank 1 fails in the first of two micro-batches, rank 0 waits in the reduction. The newest checkpoint is that of
+    """Rank 1 fails in the first of two micro-batches, rank 0 waits in the reduction. The newest checkpoint is that of
     the last whole step."""
     done = run_torchrun(
         """
@@ -254,7 +254,7 @@ trainer.fit()
 
 
 def test_an_error_outside_fit_is_shown_too() -> None:
-    """G-05's kind: rank 1's trainer cannot be built, rank 0 waits for it to compare notes."""
+    """Rank 1's trainer cannot be built, rank 0 waits for it to compare notes."""
     done = run_torchrun(
         """
 import time
@@ -331,7 +331,7 @@ PLACES = ("training_step", "optimizer_step", "eval_step", "before_epoch", "datas
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_on_one_rank_is_the_recorded_cause_and_ends_the_other(ranks: Ranks, tmp_path: Path, place: str) -> None:
-    """G-05: the failing rank waits for nobody. The other sees that it is gone and says so later than the cause, in whole
+    """The failing rank waits for nobody. The other sees that it is gone and says so later than the cause, in whole
     seconds, because that is how torchrun compares; its callbacks are told at once; there is no checkpoint of a half step."""
 
     def fit() -> None:
@@ -398,7 +398,7 @@ class Vanishing(Recorder):
 
 @pytest.mark.parametrize("what", ["hook", "checkpoint"])
 def test_an_error_on_rank_0_alone_is_the_recorded_cause_and_ends_the_other(ranks: Ranks, tmp_path: Path, what: str) -> None:
-    """G-05 in a hook; G-07: a checkpoint cannot be written at step 2. Nobody waits in a barrier."""
+    """In a hook, or where a checkpoint cannot be written at step 2. Nobody waits in a barrier."""
     folder = tmp_path / "files"
 
     def fit() -> None:

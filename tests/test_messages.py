@@ -225,7 +225,7 @@ def test_ranks_that_make_different_calls_are_told_so(ranks: Ranks) -> None:
 
 
 def test_ranks_that_go_on_from_different_places_are_told_so(ranks: Ranks) -> None:
-    """E-10: a state that only rank 0 has loaded."""
+    """A state that only rank 0 has loaded."""
 
     def run() -> None:
         with toy_trainer(8, batch_size=2, max_steps=1) as before:
@@ -744,7 +744,7 @@ def test_a_run_whose_model_holds_new_types_is_resumed(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_user_s_is_no_failed_collective_whatever_its_text_holds(ranks: Ranks) -> None:
-    """G-05: "gloo" in a file's name, in an error of a class that wants more than a text."""
+    """With "gloo" in a file's name, in an error of a class that wants more than a text."""
 
     class Unreadable(RuntimeError):
         def __init__(self, path: str, place: int) -> None:

@@ -41,7 +41,7 @@ class Spare(Toy):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unused_parameters_are_named_before_the_optimizer_moves(ranks: Ranks, world_size: int) -> None:
-    """I-05: at one process too; the way out is in the text."""
+    """At one process too; the way out is in the text."""
 
     def run() -> str:
         model = Spare()
@@ -60,7 +60,7 @@ def test_unused_parameters_are_named_before_the_optimizer_moves(ranks: Ranks, wo
 def test_a_parameter_that_is_unused_later_on_is_named_before_the_optimizer_moves(
     ranks: Ranks, skipping: tuple[int, ...], debug: str
 ) -> None:
-    """I-05: DDP itself would say so a step later, of gradients that differ between the ranks."""
+    """DDP itself would say so a step later, of gradients that differ between the ranks."""
 
     class Later(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
@@ -107,7 +107,7 @@ def test_a_parameter_that_only_an_earlier_micro_batch_used_is_named(ranks: Ranks
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unused_parameters_stay_as_they_are_with_the_option(ranks: Ranks, world_size: int) -> None:
-    """I-05: bitwise, even with weight decay."""
+    """Bitwise, even with weight decay."""
 
     def run() -> tuple[float, bool]:
         model = Spare()
@@ -120,7 +120,7 @@ def test_unused_parameters_stay_as_they_are_with_the_option(ranks: Ranks, world_
 
 
 def test_parameters_used_in_different_micro_batches_are_all_reduced(ranks: Ranks) -> None:
-    """I-04: sums of 2.5 and 2.0 on both ranks, in each of three windows; c is never used."""
+    """Sums of 2.5 and 2.0 on both ranks, in each of three windows; c is never used."""
 
     class Choice(nn.Module):
         def __init__(self) -> None:
@@ -158,7 +158,6 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_odd_layouts_train_alike_at_one_process_and_two(ranks: Ranks, kind: str) -> None:
-    """I-09."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -220,7 +219,7 @@ def test_a_run_ends_on_all_ranks_once_its_parameters_are_not_finite(ranks: Ranks
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.filterwarnings("ignore:the loss was not finite")
 def test_the_report_of_the_step_that_broke_the_parameters_is_given_first(ranks: Ranks, world_size: int) -> None:
-    """J-05: a curve that ends on good numbers would hide why the run did."""
+    """A curve that ends on good numbers would hide why the run did."""
 
     def run() -> list[tuple[int, str]]:
         recorder = Recorder()
@@ -286,7 +285,6 @@ def test_an_infinite_loss_that_leaves_the_parameters_alone_only_warns() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_without_anything_to_train_still_evaluates(ranks: Ranks, world_size: int) -> None:
-    """I-06."""
 
     def run() -> tuple[dict[str, float], str]:
         model = ValueToy(torch.float32).requires_grad_(False)

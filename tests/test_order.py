@@ -133,7 +133,7 @@ def joined(by_rank: list[list[list[list[int]]]]) -> list[list[int]]:
 
 
 def test_every_epoch_has_an_order_of_its_own(ranks: Ranks) -> None:
-    """C-01: each epoch all ids once, over both ranks; pairwise different; the same again with the same seed alone."""
+    """Each epoch all ids once, over both ranks; pairwise different; the same again with the same seed alone."""
     runs = [ranks(2, seen, 10, batch_size=1, seed=seed) for seed in (0, 0, 1)]
     first, again, other = map(joined, runs)
     for order in first:
@@ -176,7 +176,7 @@ def test_without_a_seed_the_ranks_still_share_one_order(ranks: Ranks) -> None:
 
 
 def test_a_dataset_smaller_than_the_world_is_trained_on(ranks: Ranks) -> None:
-    """C-06: one step on the one sample there is; the ranks without one take part with nothing."""
+    """One step on the one sample there is; the ranks without one take part with nothing."""
 
     def run() -> tuple[int, float]:
         trainer = toy_trainer([5], batch_size=1)
@@ -189,8 +189,8 @@ def test_a_dataset_smaller_than_the_world_is_trained_on(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("world_size", "samples", "config", "numbers"),
     [
-        (4, 3, {"batch_size": 1}, ("3 samples", "world size 4", "batch_size 1", "4")),  # C-06
-        (2, 5, {"batch_size": 8}, ("5 samples", "world size 2", "batch_size 8", "16")),  # C-07
+        (4, 3, {"batch_size": 1}, ("3 samples", "world size 4", "batch_size 1", "4")),
+        (2, 5, {"batch_size": 8}, ("5 samples", "world size 2", "batch_size 8", "16")),
         (1, 5, {"batch_size": 2, "accumulation_steps": 3}, ("5 samples", "world size 1", "batch_size 2", "6")),
         (3, 9, {"global_batch_size": 10}, ("9 samples", "world size 3", "10")),
     ],
@@ -198,7 +198,7 @@ def test_a_dataset_smaller_than_the_world_is_trained_on(ranks: Ranks) -> None:
 def test_drop_last_that_leaves_nothing_is_an_error_on_every_rank(
     ranks: Ranks, world_size: int, samples: int, config: dict[str, int], numbers: tuple[str, ...]
 ) -> None:
-    """C-06 and C-07: before training, naming the numbers."""
+    """Before training, naming the numbers."""
 
     def run() -> None:
         toy_trainer(samples, drop_last=True, **config)
@@ -210,7 +210,7 @@ def test_drop_last_that_leaves_nothing_is_an_error_on_every_rank(
 
 
 def test_batches_larger_than_a_ranks_share_are_no_error(ranks: Ranks) -> None:
-    """C-07 without drop_last: one step, on what there is."""
+    """Without drop_last: one step, on what there is."""
     assert joined(ranks(2, seen, 5, batch_size=8, shuffle=False, epochs=1)) == [[0, 1, 2, 3, 4]]
 
 
@@ -279,7 +279,7 @@ def sampled() -> dict[int, dict[str, list[list[int]]]]:
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_sampler_is_one_global_order_split_over_the_ranks(sampled: dict[int, dict[str, Any]], name: str) -> None:
-    """C-03: whatever the number of ranks."""
+    """Whatever the number of ranks."""
     alone = sampled[1][name]
     assert sampled[2][name] == sampled[3][name] == alone
     assert len(alone) == 3
@@ -288,13 +288,11 @@ def test_a_sampler_is_one_global_order_split_over_the_ranks(sampled: dict[int, d
 
 
 def test_a_subset_sampler_gives_its_samples_once_and_no_others(sampled: dict[int, dict[str, Any]]) -> None:
-    """C-03."""
     for name, samples in (("subset", [0, 1, 2, 3]), ("odd subset", [1, 3, 4, 6, 7]), ("random", list(range(8)))):
         assert [sorted(order) for order in sampled[2][name]] == [samples] * 3
 
 
 def test_a_weighted_sampler_gives_no_sample_of_weight_zero(sampled: dict[int, dict[str, Any]]) -> None:
-    """C-03."""
     for order in sampled[2]["weighted"]:
         assert len(order) == 13
         assert max(order) < 4
@@ -412,7 +410,7 @@ class Batches(Sampler[Any]):
     ],
 )
 def test_a_sampler_that_gives_no_global_order_is_an_error(ranks: Ranks, sampler: Any, error: str, message: str) -> None:
-    """C-02, C-03: nothing is replaced, and no batch composed otherwise, without a word."""
+    """Nothing is replaced, and no batch composed otherwise, without a word."""
     (outcome,) = ranks.outcomes(1, seen, 8, sampler)
     assert outcome.error == error
     assert message in outcome.message

@@ -45,7 +45,7 @@ def slower(optimizer: torch.optim.Optimizer, total: int) -> torch.optim.lr_sched
 @pytest.mark.filterwarnings("ignore:the loss was not finite")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_skipped_update_moves_neither_step_nor_scheduler_on_any_rank(ranks: Ranks, world_size: int) -> None:
-    """B-03; with two ranks only rank 1 sees the infinite sample."""
+    """With two ranks only rank 1 sees the infinite sample."""
     numbers = [1.0, INF, 1.0] if world_size == 1 else [1.0, 1.0, 1.0, INF, 1.0, 1.0]
 
     def run() -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ def test_an_epoch_that_ends_on_a_skipped_update_still_evaluates_and_reaches_a_sa
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_are_unscaled_before_they_are_clipped(ranks: Ranks, world_size: int) -> None:
-    """A-08: norm 0.5 under a limit of 1 is not clipped, whatever the loss scale."""
+    """Norm 0.5 under a limit of 1 is not clipped, whatever the loss scale."""
 
     def run() -> tuple[float, list[float]]:
         recorder = Recorder()
@@ -169,7 +169,7 @@ def test_a_run_that_is_stopped_at_a_skipped_update_has_a_checkpoint_of_it(tmp_pa
 
 
 def test_accumulation_with_a_scaler_equals_the_run_without_one() -> None:
-    """A-09: windows of three micro-batches and a tail of one."""
+    """Windows of three micro-batches and a tail of one."""
 
     def run(**settings: Any) -> float:
         trainer = toy([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0], accumulation_steps=3, max_grad_norm=1e6, **settings)
@@ -181,7 +181,7 @@ def test_accumulation_with_a_scaler_equals_the_run_without_one() -> None:
 
 @pytest.mark.filterwarnings("ignore:the loss was not finite")
 def test_the_scaler_resumes_bitwise(tmp_path: Path) -> None:
-    """B-04: growth every two steps, an overflow at the second."""
+    """Growth every two steps, an overflow at the second."""
     numbers = [1.0, INF, 0.5, 0.25, 2.0, 1.0, 0.75, 1.5, 0.125, 3.0]
     settings: dict[str, Any] = {"precision": "fp16", "scaler_options": {"init_scale": 65536.0, "growth_interval": 2}}
 
@@ -224,7 +224,7 @@ def test_steps_run_under_autocast_in_training_evaluation_and_prediction(precisio
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_means_of_bf16_values_are_summed_in_float64(ranks: Ranks, world_size: int) -> None:
-    """D-06: 1,000 batches of loss 1 have the mean 1, not 256 / 1,000."""
+    """1,000 batches of loss 1 have the mean 1, not 256 / 1,000."""
 
     class Constant(DDPTrainer):
         def eval_step(self, model: nn.Module, batch: Any) -> Tensor:

@@ -73,7 +73,7 @@ def bars_of(**config: Any) -> list[tuple[int, float | None, float]]:
 
 
 def test_one_bar_an_epoch_counts_steps_to_its_total(ranks: Ranks) -> None:
-    """J-08: Five micro-batches, two a step: three steps an epoch."""
+    """Five micro-batches, two a step: three steps an epoch."""
     assert ranks(1, bars_of, batch_size=2, accumulation_steps=2, epochs=2) == [[(0, 3, 3), (0, 3, 3)]]
 
 
@@ -86,7 +86,6 @@ def test_the_last_bar_ends_where_max_steps_ends_the_run(ranks: Ranks) -> None:
 
 
 def test_a_resumed_run_starts_where_the_epoch_was_left(ranks: Ranks) -> None:
-    """J-08."""
 
     class StopAfterTwo(Callback):
         def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
@@ -146,7 +145,6 @@ def test_a_terminal_shows_epoch_steps_numbers_and_evaluations(ranks: Ranks) -> N
 
 
 def test_only_rank_0_writes(ranks: Ranks) -> None:
-    """J-06."""
     outcomes = ranks.outcomes(4, lambda: toy_trainer(8, callbacks=[ProgressBar()], batch_size=1).fit().step)
     assert all(outcome.ok for outcome in outcomes)
     assert [bool(outcome.stderr) for outcome in outcomes] == [True, False, False, False]
@@ -154,7 +152,6 @@ def test_only_rank_0_writes(ranks: Ranks) -> None:
 
 
 def test_a_log_file_gets_a_last_line_and_no_bars(ranks: Ranks) -> None:
-    """J-07."""
 
     def fit() -> None:
         toy_trainer(1000, lr=0.001, eval_numbers=3, callbacks=[ProgressBar()], batch_size=1).fit()

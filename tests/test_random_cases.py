@@ -110,7 +110,6 @@ def assert_equal_weights(found: list[Tensor], wanted: list[Tensor]) -> None:
 @example(shape=Shape(1, 1, 1, True), world_size=4)
 @example(shape=Shape(41, 20, 3, False), world_size=3)
 def test_any_split_gives_the_weights_of_a_plain_loop(ranks: Ranks, shape: Shape, world_size: int) -> None:
-    """L1."""
 
     def run() -> tuple[list[float], list[Tensor]]:
         recorder, model = Recorder(), Wavy(3)
@@ -140,7 +139,6 @@ def test_any_split_gives_the_weights_of_a_plain_loop(ranks: Ranks, shape: Shape,
 @given(values=st.lists(st.floats(0.5, 100), min_size=1, max_size=40), batch=whole(1, 12), world_size=whole(1, 4))
 @example(values=[1.0, 2.0, 4.0], batch=2, world_size=4)
 def test_every_sample_is_evaluated_once(ranks: Ranks, values: list[float], batch: int, world_size: int) -> None:
-    """L3."""
 
     class Watching(DDPTrainer):
         def eval_step(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
@@ -198,7 +196,7 @@ class OverItems(DDPTrainer):
 def test_losses_over_items_give_the_weights_of_whole_windows(
     ranks: Ranks, counts: list[int], window: int, batch: int, clip: float | None, world_size: int
 ) -> None:
-    """L1, for `Mean`; a window without items has zero gradients."""
+    """For `Mean`; a window without items has zero gradients."""
 
     def run() -> list[Tensor]:
         model = Wavy(1)

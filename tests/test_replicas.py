@@ -1,4 +1,4 @@
-"""All ranks hold the same parameters, bit for bit; where a user's code changes that, it is found on all ranks (law L8)."""
+"""All ranks hold the same parameters, bit for bit; where a user's code changes that, it is found on all ranks."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_drift_is_found_by_an_evaluation_within_fit_and_outside_it(ranks: Ranks)
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_forward_that_goes_round_the_given_model_cannot_train_on(ranks: Ranks, world_size: int) -> None:
-    """I-07's kind: the loss is computed from self.model, so nothing would be averaged; found on a laptop too."""
+    """The loss is computed from self.model, so nothing would be averaged; found on a laptop too."""
 
     class Trainer(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
@@ -295,7 +295,7 @@ def test_every_rank_sees_rank_0_s_buffers_at_each_window_also_those_that_a_forwa
 
 
 def test_all_ranks_start_from_rank_0_s_weights_and_buffers(ranks: Ranks) -> None:
-    """I-10: before any step, and an evaluation before `fit` is the same everywhere."""
+    """Before any step, and an evaluation before `fit` is the same everywhere."""
 
     def build() -> tuple[list[float], float, float]:
         torch.manual_seed(int(os.environ["RANK"]))
@@ -330,7 +330,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], nn.Module], str]] = {
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_other_tensors_on_other_ranks_are_an_error_on_every_rank(ranks: Ranks, what: str) -> None:
-    """I-10: shapes, names, dtypes, trainability, buffers; at construction, before anything is copied."""
+    """Shapes, names, dtypes, trainability, buffers; at construction, before anything is copied."""
     make, message = DIFFERENT[what]
 
     def build() -> str:
@@ -406,7 +406,7 @@ def test_what_before_epoch_unfreezes_is_trained_on_every_rank_and_only_then(
 
 
 def test_nothing_to_train_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    """I-06, in the first epoch and in a later one."""
+    """In the first epoch and in a later one."""
 
     class Freezing(DDPTrainer):
         def before_epoch(self) -> None:

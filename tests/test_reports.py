@@ -1,4 +1,4 @@
-"""What a run reports: the true mean over all samples on all ranks since the last report (law L4)."""
+"""What a run reports: the true mean over all samples on all ranks since the last report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reports(numbers: Any, kind: type[DDPTrainer] = DDPTrainer, model: nn.Module 
 
 @pytest.mark.parametrize(("world_size", "batch", "accumulation"), [(1, 8, 1), (1, 2, 4), (2, 2, 2), (2, 4, 1), (4, 1, 2)])
 def test_a_report_is_the_mean_over_the_window_on_all_ranks(ranks: Ranks, world_size: int, batch: int, accumulation: int) -> None:
-    """L4, J-02: 3.5, 11.5 and 17.5 for the tail of four samples, the same on every rank."""
+    """3.5, 11.5 and 17.5 for the tail of four samples, the same on every rank."""
 
     def fit() -> tuple[list[float], list[float]]:
         recorder = Recorder()
@@ -137,7 +137,7 @@ def test_a_report_has_each_group_s_rate_and_the_norm_before_clipping(ranks: Rank
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_is_bit_for_bit_the_same_however_much_is_reported(ranks: Ranks, world_size: int) -> None:
-    """J-02: with a report at every step and further values, and with a single report at the end."""
+    """With a report at every step and further values, and with a single report at the end."""
 
     class Talkative(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ def test_training_is_bit_for_bit_the_same_however_much_is_reported(ranks: Ranks,
 def test_nan_is_reported_as_it_is_with_one_warning_and_leaves_the_next_window_alone(
     ranks: Ranks, world_size: int, where: int
 ) -> None:
-    """J-05: sample 5 is NaN. It is not 0, not skipped, not the running mean."""
+    """Sample 5 is NaN. It is not 0, not skipped, not the running mean."""
     numbers = [float(x) for x in range(16)]
     numbers[5] = math.nan
 
@@ -232,7 +232,7 @@ class Activations(nn.Module):
 
 @pytest.mark.parametrize("undetached", [False, True])
 def test_no_activation_outlives_its_micro_batch(ranks: Ranks, undetached: bool) -> None:
-    """J-09: also when a step returns a value whose graph no backward frees; reference counts alone must do it."""
+    """Also when a step returns a value whose graph no backward frees; reference counts alone must do it."""
 
     class Trainer(DDPTrainer):
         def training_step(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -152,7 +152,7 @@ def assert_each_sample_once(folder: Path) -> None:
 
 
 def test_ranks_that_are_killed_are_restarted_and_end_where_the_uninterrupted_run_does(tmp_path: Path) -> None:
-    """M-1: rank 1 in the eighth step, after the restart rank 0 in the sixteenth; with a checkpoint every two steps."""
+    """Rank 1 in the eighth step, after the restart rank 0 in the sixteenth; with a checkpoint every two steps."""
     with launch(tmp_path, 1, deaths=((0, 1, 7), (1, 0, 15)), every=2, torchrun=["--max-restarts=2"]) as job:
         assert job.wait(LIMIT) == 0, job.output
     starts = {line.attempt: line.step for line in reversed(trained(tmp_path, 1))}
@@ -165,7 +165,7 @@ def test_ranks_that_are_killed_are_restarted_and_end_where_the_uninterrupted_run
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process does not hear of its parent's end")
 def test_ranks_go_with_an_agent_that_is_killed_and_a_new_job_goes_on_at_once(tmp_path: Path) -> None:
-    """M-8, M-19: no orphan writes on, and none holds the folder. Workers go too."""
+    """No orphan writes on, and none holds the folder. Workers go too."""
     with launch(tmp_path, 1, every=2, workers=1, pace=0.05) as job:
         job.until(lambda: newest_step(tmp_path) >= 6, LIMIT)
         ranks, everyone = set(job.ranks().values()), job.processes()
@@ -188,7 +188,7 @@ if "--signals-to-handle" in get_args_parser().format_help():  # torchrun's own; 
 
 
 def test_a_job_that_is_told_to_stop_leaves_one_checkpoint_and_the_next_goes_on(tmp_path: Path) -> None:
-    """M-9, M-14, M-20: in every way, one after the other on the same run, with workers."""
+    """In every way, one after the other on the same run, with workers."""
     for number, way in enumerate(WAYS):
         before, begin = set(CheckpointFolder(tmp_path).steps()), newest_step(tmp_path)
         with launch(tmp_path, number, workers=1, pace=0.05, torchrun=HANDLED) as job:

@@ -1,4 +1,4 @@
-"""Law L9: stop anywhere, resume, and the two halves are the one whole run, bit for bit."""
+"""Stop anywhere, resume, and the two halves are the one whole run, bit for bit."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_a_run_continued_by_other_numbers_of_ranks_agrees_to_1e_12_and_trains_on
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_every_optimizer_is_resumed_with_its_state_as_it_was(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
-    """F-11: on the parameter's device; and in the type it was in, which is not always the parameter's."""
+    """On the parameter's device; and in the type it was in, which is not always the parameter's."""
     optimizers: dict[str, Callable[[Any], Optimizer]] = {
         "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
         "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
@@ -319,7 +319,7 @@ def test_every_optimizer_is_resumed_with_its_state_as_it_was(ranks: Ranks, tmp_p
 
 
 def test_epochs_are_neither_repeated_nor_left_out(ranks: Ranks, tmp_path: Path) -> None:
-    """E-01: two steps an epoch, resumed after each of three; a finished run takes no step."""
+    """Two steps an epoch, resumed after each of three; a finished run takes no step."""
 
     def run(epochs: int) -> tuple[list[float], list[int], int]:
         weights = []
@@ -343,7 +343,7 @@ def test_epochs_are_neither_repeated_nor_left_out(ranks: Ranks, tmp_path: Path) 
 
 
 def test_a_resumed_epoch_continues_at_its_next_sample(ranks: Ranks, tmp_path: Path) -> None:
-    """E-02: window means 1.5, 5.5, 9.5, 13.5; stopped after the second."""
+    """Window means 1.5, 5.5, 9.5, 13.5; stopped after the second."""
 
     def run(stop_after: int | None) -> tuple[float, list[int]]:
         trainer = toy_trainer(16, kind=Run, callbacks=[Checkpoint(tmp_path)], batch_size=1, accumulation_steps=2)
@@ -358,7 +358,7 @@ def test_a_resumed_epoch_continues_at_its_next_sample(ranks: Ranks, tmp_path: Pa
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_epoch_keeps_its_permutation_and_the_next_one_has_its_own(ranks: Ranks, tmp_path: Path, workers: int) -> None:
-    """E-03: shuffled, stopped within the second of three epochs."""
+    """Shuffled, stopped within the second of three epochs."""
 
     def run(folder: Path, stop_after: int | None) -> tuple[float, list[tuple[int, int]]]:
         model = Toy()
@@ -397,7 +397,7 @@ class Dataset16(Dataset[Any]):
 
 
 def test_the_same_global_batch_is_continued_at_any_world_size_and_another_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """E-06: saved by two ranks after 8 of 16 samples; a position is one of samples, whatever a rank takes at once."""
+    """Saved by two ranks after 8 of 16 samples; a position is one of samples, whatever a rank takes at once."""
 
     def run(batch_size: int, accumulation_steps: int, stop_after: int | None, folder: Path) -> tuple[float, list[int]]:
         trainer = toy_trainer(
@@ -425,7 +425,7 @@ def test_the_same_global_batch_is_continued_at_any_world_size_and_another_is_ref
 
 
 def test_random_numbers_go_on_where_they_would_have_and_differ_between_the_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """E-07: dropout, noise from three generators, every rank with a seed of its own: 6 steps, or 3 and 3 more."""
+    """Dropout, noise from three generators, every rank with a seed of its own: 6 steps, or 3 and 3 more."""
 
     def run() -> tuple[list[str], list[float]]:
         def model() -> nn.Module:
@@ -463,7 +463,7 @@ def test_random_numbers_go_on_where_they_would_have_and_differ_between_the_ranks
 
 @pytest.mark.parametrize("way", ["stop", "crash"])
 def test_a_run_that_ends_within_a_window_is_resumed_at_the_windows_beginning(ranks: Ranks, tmp_path: Path, way: str) -> None:
-    """E-08: eight samples one by one, windows of four; the end comes with the sixth. A stop waits for the window's update."""
+    """Eight samples one by one, windows of four; the end comes with the sixth. A stop waits for the window's update."""
 
     class Ending(Run):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:
@@ -494,7 +494,7 @@ def test_a_run_that_ends_within_a_window_is_resumed_at_the_windows_beginning(ran
 
 
 def test_epochs_shorter_than_a_window_are_counted_when_resumed(ranks: Ranks, tmp_path: Path) -> None:
-    """E-09: one step an epoch, over six of sixteen possible samples; saved after the second of four epochs."""
+    """One step an epoch, over six of sixteen possible samples; saved after the second of four epochs."""
 
     def run(epochs: int) -> tuple[float, int, list[int]]:
         trainer = toy_trainer(6, kind=Run, callbacks=[Checkpoint(tmp_path)], batch_size=2, accumulation_steps=8, epochs=epochs)
@@ -511,7 +511,7 @@ def test_epochs_shorter_than_a_window_are_counted_when_resumed(ranks: Ranks, tmp
 def test_rank_0_alone_finds_and_reads_the_file(
     ranks: Ranks, tmp_path: Path, momentum: float, weight: float, elsewhere: str
 ) -> None:
-    """E-10: w = 1, the file holds w = 5 after one step; another step of 1 (with momentum of 0.5: of 1.5)."""
+    """w = 1, the file holds w = 5 after one step; another step of 1 (with momentum of 0.5: of 1.5)."""
 
     def run(w: float, epochs: int, resume: bool) -> tuple[float, dict[str, Any]]:
         model = Toy()
@@ -538,7 +538,7 @@ def test_rank_0_alone_finds_and_reads_the_file(
 
 
 def test_what_rank_0_is_told_to_resume_from_decides(ranks: Ranks, tmp_path: Path) -> None:
-    """E-10: a script whose ranks look for the folder themselves, where only a rank other than 0 has one."""
+    """A script whose ranks look for the folder themselves, where only a rank other than 0 has one."""
 
     def run() -> tuple[int, float]:
         toy_trainer(4, batch_size=1, max_steps=1, callbacks=[Checkpoint(tmp_path)]).fit()
@@ -749,7 +749,7 @@ def test_a_samplers_indices_are_of_the_dataset_that_the_run_had(tmp_path: Path) 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_without_a_seed_an_epoch_goes_on_in_the_order_it_was_begun_in(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """L2: also in another process, whose own draw would be another order."""
+    """Also in another process, whose own draw would be another order."""
 
     class Remembering(Run):
         def training_step(self, model: nn.Module, batch: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""L9 with everything at once, in float32 at one to four processes: stopped, resumed and bit for bit the whole run.
+"""Everything at once, in float32 at one to four processes: stopped, resumed and bit for bit the whole run.
 
 Dropout, random numbers in the dataset, momentum, clipping, a scheduler on a plateau; fp16 with updates that overflow; a stream.
 """

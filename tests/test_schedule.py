@@ -84,7 +84,7 @@ def scheduled(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_scheduler_moves_once_per_step_whatever_ranks_and_accumulation(ranks: Ranks, world_size: int) -> None:
-    """B-01 and B-02: rates 1, 0.5, 0.25; w = -3.5, -9.25, -13.625; three moves."""
+    """Rates 1, 0.5, 0.25; w = -3.5, -9.25, -13.625; three moves."""
     accumulated = [{"batch_size": 4 // world_size, "accumulation_steps": 2}, {"batch_size": 1, "global_batch_size": 8}]
 
     def run() -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_the_scheduler_moves_once_per_step_whatever_ranks_and_accumulation(ranks
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_plateau_is_seen_once_per_evaluation_by_all_ranks(ranks: Ranks, world_size: int) -> None:
-    """B-02: the metric is 1.0 three times; the rate is 1, 0.1 and 0.01 after these evaluations."""
+    """The metric is 1.0 three times; the rate is 1, 0.1 and 0.01 after these evaluations."""
 
     class Constant(Weighing):
         def eval_step(self, model: nn.Module, batch: Any) -> Any:
@@ -126,7 +126,7 @@ class Told(Weighing):
 
 
 def test_the_plateau_follows_the_mean_over_all_ranks(ranks: Ranks) -> None:
-    """B-07: 1.0, 1.0, 1.0 over both ranks, though rank 0 alone sees 1.0, 0.5, 0.4."""
+    """1.0, 1.0, 1.0 over both ranks, though rank 0 alone sees 1.0, 0.5, 0.4."""
 
     def run() -> dict[str, Any]:
         return scheduled(6, plateau, Told, eval_numbers=4, schedule="eval", batch_size=3, epochs=3)
@@ -229,7 +229,7 @@ def test_a_class_of_the_user_s_own_is_as_good_as_a_function() -> None:
 
 
 def test_a_schedule_sized_by_total_steps_reaches_its_end(ranks: Ranks) -> None:
-    """B-06 without the interruption: M = 5, K = 2, 2 epochs; OneCycleLR would raise at a step too many."""
+    """M = 5, K = 2, 2 epochs; OneCycleLR would raise at a step too many."""
 
     def cycle(optimizer: Optimizer, total_steps: int) -> LRScheduler:
         assert total_steps == 6

@@ -77,7 +77,7 @@ def run(folder: Path, ranks: tuple[int, ...], number: int, workers: int = 0, gro
 def test_all_ranks_leave_after_the_same_step_with_one_checkpoint_of_it(
     ranks: Ranks, tmp_path: Path, told: tuple[int, ...], number: int
 ) -> None:
-    """G-06: at the next report, whichever ranks it came to."""
+    """At the next report, whichever ranks it came to."""
     reason = f"received {signal.Signals(number).name}"
     assert ranks(2, run, tmp_path, told, number) == [(4, reason)] * 2
     assert list(CheckpointFolder(tmp_path).steps()) == [4]
@@ -93,7 +93,7 @@ def test_one_process_leaves_after_the_step_in_which_it_came(ranks: Ranks, tmp_pa
 
 @pytest.mark.parametrize("number", [*SIGNALS, signal.SIGINT])
 def test_workers_outlive_a_signal_to_the_whole_group(ranks: Ranks, tmp_path: Path, number: int) -> None:
-    """M-9: else the process dies of its workers before it sees its own signal. Nothing is said at the end either."""
+    """Else the process dies of its workers before it sees its own signal. Nothing is said at the end either."""
     (outcome,) = ranks.outcomes(1, run, tmp_path, (0,), number, 2, True)
     if number == signal.SIGINT:
         assert outcome.error == "KeyboardInterrupt"
@@ -287,7 +287,7 @@ def left_hard(outcome: Outcome, words: str) -> bool:
 
 
 def test_a_step_that_never_ends_is_left_hard_at_the_deadline(ranks: Ranks, tmp_path: Path) -> None:
-    """M-6, M-18; the checkpoints before are whole."""
+    """The checkpoints before are whole."""
     (outcome,) = ranks.outcomes(1, hang, tmp_path, 1, 1.0, timeout=30)
     assert left_hard(outcome, "leaves after a signal to stop: its steps did not end within 1.")
     assert outcome.seconds < 15

@@ -97,7 +97,7 @@ def test_weights_and_curve_are_the_same_up_to_rounding(ranks: Ranks, world_size:
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_file_of_a_compiled_run_resumes_without_and_the_other_way_round(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
-    """F-07: its keys are those of the plain module."""
+    """Its keys are those of the plain module."""
     whole = ranks(world_size, train)
     for first, second in ((True, False), (False, True)):
         folder = tmp_path / str(first)

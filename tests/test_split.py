@@ -1,4 +1,4 @@
-"""Laws L1 and L2: the updates depend on seed, data and global batch alone, and every position is trained on once per epoch."""
+"""The updates depend on seed, data and global batch alone, and every position is trained on once per epoch."""
 
 from __future__ import annotations
 
@@ -137,27 +137,27 @@ def assert_close(found: Curve, wanted: Curve) -> None:
 @pytest.mark.parametrize("world_size", SPLITS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_split_of_a_global_batch_gives_the_updates_of_a_plain_loop(ranks: Ranks, name: str, world_size: int) -> None:
-    """L1, with a last window of 11 samples."""
+    """With a last window of 11 samples."""
     recipe, splits = RECIPES[name], SPLITS[world_size]
     by_rank = ranks(world_size, trained_all, recipe, points(), splits)
     wanted = plain_loop(recipe, points(), 32)
     assert len(wanted.losses) == EPOCHS * 32
     for curve in by_rank[0]:
         assert_close(curve, wanted)
-    for curves in by_rank:  # L8: replicas are equal bit for bit
+    for curves in by_rank:  # replicas are equal bit for bit
         for curve, first in zip(curves, by_rank[0], strict=True):
             assert curve == Curve(curve.losses, first.weights)
 
 
 def test_clipping_is_of_the_whole_windows_gradient(ranks: Ranks) -> None:
-    """L1, with a norm that clips about every second step."""
+    """With a norm that clips about every second step."""
     for curve in ranks(3, trained_all, CLIPPED, points(203), SPLITS[3])[0]:
         assert_close(curve, plain_loop(CLIPPED, points(203), 32))
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_window_with_fewer_samples_than_ranks_changes_nothing(ranks: Ranks, world_size: int) -> None:
-    """L1, with a last window of one sample, and with windows that never reach all ranks."""
+    """With a last window of one sample, and with windows that never reach all ranks."""
     recipe = RECIPES["adamw"]
     tail, narrow = ranks(world_size, trained_twice, recipe)[0]
     assert_close(tail, plain_loop(recipe, points(101), 25))
@@ -171,7 +171,7 @@ def trained_twice(recipe: Recipe) -> tuple[Curve, Curve]:
 
 
 def test_neither_workers_nor_ranks_change_a_run_with_augmentation(ranks: Ranks) -> None:
-    """L1: bitwise over the number of workers, as every law over the number of ranks."""
+    """Bitwise over the number of workers, as every law over the number of ranks."""
 
     def run(workers: tuple[int, ...]) -> list[Curve]:
         World.from_env()  # one group for all of them
@@ -233,7 +233,7 @@ def settings(batch_size: int, accumulation: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_position_is_trained_on_once_per_epoch(ranks: Ranks, world_size: int) -> None:
-    """L2: window t holds positions [t G, (t + 1) G) of the order, dealt out to the ranks one by one; nothing is left over."""
+    """Window t holds positions [t G, (t + 1) G) of the order, dealt out to the ranks one by one; nothing is left over."""
 
     def run() -> list[list[list[list[int]]]]:
         World.from_env()  # one group for all of them
@@ -250,7 +250,6 @@ def test_every_position_is_trained_on_once_per_epoch(ranks: Ranks, world_size: i
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_drop_last_leaves_out_only_a_last_window_shorter_than_the_global_batch(ranks: Ranks, world_size: int) -> None:
-    """L2."""
     sizes = [12, 13, 17, 18, 23]
 
     def run() -> list[list[list[list[int]]]]:

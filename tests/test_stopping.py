@@ -78,7 +78,7 @@ def run(steps: int, *asking: Asking, seconds: float = 0.0, **config: Any) -> End
 
 
 def test_a_wish_of_one_rank_stops_all_after_the_asking_step(ranks: Ranks) -> None:
-    """G-04: rank 1 alone asks, in training_step of step 3 of 10, K = 2."""
+    """Rank 1 alone asks, in training_step of step 3 of 10, K = 2."""
     first, second = ranks(2, run, 10, Asking(1, 3, "found a bug"), accumulation_steps=2)
     assert first.step == second.step == 3
     assert first.reason == second.reason == "found a bug"

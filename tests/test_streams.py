@@ -89,7 +89,7 @@ def trained(data: Any, **settings: Any) -> Callable[[], tuple[list[float], float
 
 @pytest.mark.parametrize(("world_size", "length", "w"), [(1, 10, -15.5), (2, 20, -32.5)])
 def test_tail_of_a_stream_is_a_step_like_that_of_a_sized_dataset(ranks: Ranks, world_size: int, length: int, w: float) -> None:
-    """C-05: five micro-batches, two a window."""
+    """Five micro-batches, two a window."""
     for data in (Stream(length), Numbers(length)):
         run = trained(data, batch_size=2, accumulation_steps=2, shuffle=False)
         for _, weight, counts in ranks(world_size, run):
@@ -100,7 +100,7 @@ def test_tail_of_a_stream_is_a_step_like_that_of_a_sized_dataset(ranks: Ranks, w
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
 @pytest.mark.parametrize("workers", [0, 2, 3])
 def test_every_item_is_trained_on_once_whatever_ranks_and_workers(ranks: Ranks, world_size: int, workers: int) -> None:
-    """C-04; the windows are the same too: w is."""
+    """The windows are the same too: w is."""
     found = ranks(world_size, trained(Stream(12), workers=workers, batch_size=2, global_batch_size=5, epochs=2), timeout=60)
     assert sorted(number for seen, *_ in found for number in seen) == sorted([*range(12), *range(12)])
     assert {counts for *_, counts in found} == {(6, 2, 24, 0)}
@@ -137,7 +137,7 @@ def test_a_dataset_that_splits_itself_by_worker_still_gives_every_item(ranks: Ra
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_that_shards_itself_is_left_alone_and_uneven_ends_are_agreed_on(ranks: Ranks, workers: int) -> None:
-    """G-02: rank 0 has three items, rank 1 two, of value rank + 1: steps of 1.5, 1.5 and 1."""
+    """Rank 0 has three items, rank 1 two, of value rank + 1: steps of 1.5, 1.5 and 1."""
 
     class Sharded(Stream):
         sharded = True
@@ -208,7 +208,7 @@ def test_evaluation_of_a_stream_counts_every_sample_once(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_resumes_bitwise_after_any_step_at_one_and_two_processes(ranks: Ranks, tmp_path: Path, workers: int) -> None:
-    """L9: with noise from all three generators, in the middle of an epoch too."""
+    """With noise from all three generators, in the middle of an epoch too."""
 
     def weights(world_size: int) -> list[float]:
         found = []
@@ -228,7 +228,7 @@ def test_a_stream_resumes_bitwise_after_any_step_at_one_and_two_processes(ranks:
 
 
 def test_a_dataset_with_set_epoch_is_told_the_epoch_in_living_workers_too(ranks: Ranks) -> None:
-    """C-09, for streams and for map-style datasets."""
+    """For streams and for map-style datasets."""
 
     class Epochs(IterableDataset[Pair]):
         epoch = -1
@@ -348,7 +348,7 @@ def test_a_stream_that_shards_itself_goes_on_in_the_shards_it_was_begun_in(
 
 
 def test_gradients_of_a_stream_travel_once_a_step(ranks: Ranks) -> None:
-    """C-05: seven items in windows of four, two micro-batches each on two ranks; and those that only one rank has."""
+    """Seven items in windows of four, two micro-batches each on two ranks; and those that only one rank has."""
 
     def run() -> tuple[int, int]:
         reductions = []

@@ -34,7 +34,7 @@ def trained(sync_batchnorm: bool) -> tuple[list[str], float]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_on_cpu_it_is_plain_batchnorm_with_one_warning(ranks: Ranks, world_size: int) -> None:
-    """I-08: a warning on rank 0 where it makes a difference; rank 0's batch has the mean 1."""
+    """A warning on rank 0 where it makes a difference; rank 0's batch has the mean 1."""
     results = ranks(world_size, trained, True)
     said = [message for messages, _ in results for message in messages]
     assert len(said) == (world_size > 1)

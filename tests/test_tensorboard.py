@@ -56,7 +56,7 @@ def log(folder: Path, steps: range, loss: float, end: bool = True) -> TensorBoar
 
 
 def test_curves_have_one_point_a_step_on_the_step_axis(ranks: Ranks, tmp_path: Path) -> None:
-    """J-01: 16 numbers in windows of 2 ranks x 2 samples x 2 micro-batches: means 3.5 and 11.5; twice."""
+    """16 numbers in windows of 2 ranks x 2 samples x 2 micro-batches: means 3.5 and 11.5; twice."""
 
     def fit() -> None:
         toy_trainer(
@@ -78,7 +78,7 @@ def test_evaluation_sets_are_told_apart_in_the_tags(tmp_path: Path) -> None:
 
 
 def test_four_ranks_write_one_file(ranks: Ranks, tmp_path: Path) -> None:
-    """J-04: Built in every process, opened by rank 0 alone."""
+    """Built in every process, opened by rank 0 alone."""
     folder = tmp_path / "a" / "b"
 
     def fit() -> None:
@@ -96,7 +96,6 @@ def test_building_the_callback_touches_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reader", [read, read_as_the_server_does])
 def test_a_resumed_run_hides_the_points_after_its_step(tmp_path: Path, reader: Any) -> None:
-    """J-03."""
     log(tmp_path, range(9), 1.0, end=False)._writer.flush()  # and killed
     log(tmp_path, range(6, 12), 2.0)
     expected = [(step, 1.0 if step <= 6 else 2.0) for step in range(1, 13)]
@@ -136,7 +135,6 @@ def test_nan_and_infinity_are_written_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_window_with_nan_is_a_nan_in_the_curve_and_the_next_is_not(ranks: Ranks, tmp_path: Path) -> None:
-    """J-05."""
     numbers = [math.nan if number == 5 else number for number in range(16)]
 
     def fit() -> None:

@@ -1,4 +1,4 @@
-"""Laws L4 and L5: what travels between the ranks, when, and what is reported. Messages are seen where torch dispatches them."""
+"""What travels between the ranks, when, and what is reported. Messages are seen where torch dispatches them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def expected(
     agreements: Sequence[int] = (1,),
     evaluates: bool = False,
 ) -> list[str]:
-    """What L5 allows a rank with so many micro-batches in each window, `agreements` being steps besides the reports'."""
+    """What is promised of a rank with so many micro-batches in each window, `agreements` being steps besides the reports'."""
     messages: list[str] = []
     reported = False
     for step, micros in enumerate(micro_batches, 1):
@@ -160,7 +160,7 @@ def shares(samples: int, global_batch: int, batch: int, world_size: int, epochs:
 def test_between_reports_only_gradients_travel_and_a_report_is_two_messages(
     ranks: Ranks, world_size: int, log_every: int
 ) -> None:
-    """L5, with tails in which ranks have different numbers of micro-batches: 14 = 5 + 5 + 4, and 11 = 5 + 5 + 1."""
+    """With tails in which ranks have different numbers of micro-batches: 14 = 5 + 5 + 4, and 11 = 5 + 5 + 1."""
 
     def run() -> list[list[str]]:
         settings = {"batch_size": 1, "global_batch_size": 5, "log_every": log_every, "epochs": 2}
@@ -174,7 +174,7 @@ def test_between_reports_only_gradients_travel_and_a_report_is_two_messages(
 
 @pytest.mark.parametrize("log_every", [2, 5])
 def test_rank_0s_buffers_travel_once_per_window_and_nothing_else_does(ranks: Ranks, log_every: int) -> None:
-    """L5: batch normalisation has buffers of two types, which is two messages, whatever the accumulation."""
+    """Batch normalisation has buffers of two types, which is two messages, whatever the accumulation."""
 
     def run() -> list[str]:
         numbers = rank_pairs(2, 8).values.tolist()
@@ -198,7 +198,7 @@ def test_buffers_stay_at_home_when_ddp_is_told_so(ranks: Ranks, option: str) -> 
 
 
 def test_reports_far_apart_have_an_agreement_every_two_seconds(ranks: Ranks) -> None:
-    """L5, by rank 0's clock; the first after step 1, which sees how long a step takes."""
+    """By rank 0's clock; the first after step 1, which sees how long a step takes."""
 
     def run() -> list[list[str]]:
         settings = {"batch_size": 1, "log_every": 20}
@@ -242,7 +242,7 @@ def reductions(samples: int, global_batch: int, batch: int, bucket_cap_mb: float
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_bucket_travels_once_per_step_whatever_the_accumulation(ranks: Ranks, world_size: int) -> None:
-    """L5: also in tail windows, and where a rank has no micro-batch at all."""
+    """Also in tail windows, and where a rank has no micro-batch at all."""
     shapes = [(16, 8, 1), (16, 8, 4), (19, 8, 1), (17, 8, 2), (7, 2, 1), (5, 1, 1)]
 
     def run() -> list[Any]:
@@ -313,7 +313,7 @@ class Several(DDPTrainer):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("log_every", [1, 2, 3, 100])
 def test_a_report_is_the_mean_over_all_items_since_the_last(ranks: Ranks, world_size: int, log_every: int) -> None:
-    """L4, over two epochs with tails and ragged micro-batches; epoch means span the epoch, whatever was reported in it."""
+    """Over two epochs with tails and ragged micro-batches; epoch means span the epoch, whatever was reported in it."""
     numbers = [float((5 * place) % 17) for place in range(22)]
 
     def run() -> Any:

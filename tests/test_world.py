@@ -120,7 +120,7 @@ def download(folder: Path) -> None:
 
 
 def test_one_rank_downloads_before_the_others_look(ranks: Ranks, tmp_path: Path) -> None:
-    """H-07: four ranks; before a trainer is built and after."""
+    """Four ranks; before a trainer is built and after."""
 
     def run() -> list[str]:
         world = World.from_env()
@@ -167,7 +167,7 @@ class Unsendable(Exception):
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_of_a_first_rank_is_raised_on_every_rank(ranks: Ranks, failing: int) -> None:
-    """H-07, on the first node and on the second; also an error that no pickle survives."""
+    """On the first node and on the second; also an error that no pickle survives."""
 
     def run() -> tuple[list[str], list[int]]:
         world = World.from_env()
@@ -254,7 +254,7 @@ def test_a_trainer_closes_the_world_only_if_it_opened_it(ranks: Ranks, world_siz
 
 
 def test_the_user_s_own_group_is_used_and_left_alone(ranks: Ranks) -> None:
-    """H-02: opened before the trainer, still there after it, and still of use."""
+    """Opened before the trainer, still there after it, and still of use."""
 
     def run() -> tuple[float, float, int, int]:
         dist.init_process_group("gloo")
@@ -274,7 +274,7 @@ def test_the_user_s_own_group_is_used_and_left_alone(ranks: Ranks) -> None:
 
 
 def test_a_group_whose_backend_does_not_serve_the_device_is_refused(ranks: Ranks) -> None:
-    """H-02: on every rank, before anything is sent."""
+    """On every rank, before anything is sent."""
 
     def run() -> str:
         dist.init_process_group("cpu:gloo")
@@ -304,7 +304,7 @@ def test_a_group_for_gpus_alone_is_refused_on_the_cpu(monkeypatch: pytest.Monkey
 
 
 def test_plain_python_gives_what_torchrun_with_one_process_gives(ranks: Ranks) -> None:
-    """H-03: training, evaluation and hooks."""
+    """Training, evaluation and hooks."""
 
     def run() -> tuple[float, float, list[tuple[str, int]], int, str]:
         recorder = Recorder()
@@ -316,7 +316,7 @@ def test_plain_python_gives_what_torchrun_with_one_process_gives(ranks: Ranks) -
 
     plain, launched = ranks(1, run), ranks(1, run, launched=True)
     assert plain == launched
-    assert plain[0][:2] == (-15.5, -15.5)  # case A-02 (a); then the mean of 0, 1, 2 times that
+    assert plain[0][:2] == (-15.5, -15.5)  # then the mean of 0, 1, 2 times that
 
 
 PARTIAL: list[tuple[dict[str, str], str]] = [
@@ -334,7 +334,7 @@ PARTIAL: list[tuple[dict[str, str], str]] = [
 def test_a_partial_environment_is_an_error_that_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
-    """H-03: at once, no waiting for anybody."""
+    """At once, no waiting for anybody."""
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"the environment is partial: {next(iter(variables))}.* set, but {message}"):
         open_with(monkeypatch, variables)
@@ -365,7 +365,7 @@ def test_a_rank_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch, vari
 
 
 def test_slurm_tasks_without_ranks_would_train_alone_each(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H-03: two tasks that do not know of each other. One task, or torchrun's ranks, are fine."""
+    """Two tasks that do not know of each other. One task, or torchrun's ranks, are fine."""
 
     def check() -> None:
         with pytest.raises(RuntimeError, match="SLURM_NTASKS=2, but RANK is missing: each Slurm task would train alone"):
@@ -410,7 +410,7 @@ FIFTH_OF_EIGHT = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADD
 def test_the_local_rank_is_the_gpu_and_it_is_current_before_the_group_is_opened(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H-04, H-05: global rank 5, second of its node."""
+    """Global rank 5, second of its node."""
 
     def check() -> None:
         machine = Machine(monkeypatch)
@@ -433,7 +433,7 @@ def test_the_local_rank_is_the_gpu_and_it_is_current_before_the_group_is_opened(
 
 
 def test_on_the_cpu_nothing_is_said_about_gpus(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H-05: no device_id and no device_ids over gloo, although the machine has GPUs."""
+    """No device_id and no device_ids over gloo, although the machine has GPUs."""
 
     def check() -> None:
         machine = Machine(monkeypatch)
@@ -462,7 +462,7 @@ def test_on_the_cpu_nothing_is_said_about_gpus(ranks: Ranks, monkeypatch: pytest
 def test_a_rank_without_a_gpu_of_its_own_is_an_error(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, str | None], message: str
 ) -> None:
-    """H-04: never the GPU of another rank, and nothing is opened."""
+    """Never the GPU of another rank, and nothing is opened."""
     machine = Machine(monkeypatch)
     with pytest.raises(RuntimeError, match=message):
         open_with(monkeypatch, {name: value for name, value in (FIFTH_OF_EIGHT | change).items() if value is not None})
@@ -508,7 +508,7 @@ def test_closing_looks_for_lost_wrappers_only_where_some_are_left(
 
 
 def test_only_global_rank_0_is_main(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H-04: the first rank of the second node is not."""
+    """The first rank of the second node is not."""
 
     def check() -> None:
         Machine(monkeypatch, gpus=0)
@@ -598,7 +598,7 @@ def attempts_that_died() -> Iterator[tuple[str, dict[str, str]]]:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("first", [0, 1])
 def test_ranks_agree_on_a_new_key_whatever_a_dead_attempt_has_left(size: int, first: int) -> None:
-    """M-1: rank 0 must not take a dead rank's hello for a living one's, nor a rank a dead offer for its own."""
+    """Rank 0 must not take a dead rank's hello for a living one's, nor a rank a dead offer for its own."""
     for old_key, left_behind in attempts_that_died():
         keys = keys_of(FakeStore(left_behind), size, first)
         assert len(set(keys)) == 1
@@ -606,7 +606,7 @@ def test_ranks_agree_on_a_new_key_whatever_a_dead_attempt_has_left(size: int, fi
 
 
 def test_every_opening_has_a_key_of_its_own() -> None:
-    """M-16: the same ranks, the same store, one group after another."""
+    """The same ranks, the same store, one group after another."""
     store = FakeStore({})
     keys = [keys_of(store, 2, first=number % 2) for number in range(10)]
     assert all(one == other for one, other in keys)

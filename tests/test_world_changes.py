@@ -1,4 +1,4 @@
-"""L1 as people train: torchvision's random crops and flips, workers, momentum; other numbers of processes, also within a run."""
+"""The split as people train: torchvision's crops and flips, workers, momentum; other numbers of processes, also within a run."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_images_are_changed_at_random() -> None:
 def test_a_run_with_random_crops_and_flips_is_the_same_on_any_number_of_processes(
     ranks: Ranks, world_size: int, workers: int
 ) -> None:
-    """L1; five images a step, over ranks that they do not divide by, in micro-batches of one, two and seven."""
+    """Five images a step, over ranks that they do not divide by, in micro-batches of one, two and seven."""
 
     def run() -> list[Found]:
         World.from_env()  # one group for all of them
@@ -137,7 +137,7 @@ def test_a_run_with_random_crops_and_flips_is_the_same_on_any_number_of_processe
 def test_a_run_whose_number_of_processes_changes_is_the_run_of_one_process(
     ranks: Ranks, tmp_path: Path, sizes: tuple[int, int, int], stops: tuple[int, int], workers: int
 ) -> None:
-    """L9 and L2: stopped within an epoch or at its end, and continued by more or fewer processes."""
+    """Stopped within an epoch or at its end, and continued by more or fewer processes."""
     losses: list[tuple[int, float]] = []
     seen: list[tuple[int, int, int]] = []
     for part, (size, stop) in enumerate(zip(sizes, (*stops, None), strict=True)):
