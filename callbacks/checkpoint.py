@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -36,9 +38,12 @@ class Checkpoint(Callback):
 
     While `fit` runs, the folder is locked against other jobs.
 
-    Raises TypeError or ValueError for arguments out of range; at the start of `fit`, before any callback has written anything,
-    FileExistsError when the folder already holds checkpoints of another run, and ValueError for a `monitor` without eval_data;
-    CheckpointError when another job still holds the folder after 30 s.
+    Several may serve one run, each with a folder and a name of its own: say, the last few and every thousandth step.
+
+    Raises TypeError or ValueError for arguments out of range, and TypeError after the first step for a state that could not be
+    saved; at the start of `fit`, before any callback has written anything, FileExistsError when the folder already holds
+    checkpoints of another run, and ValueError for a `monitor` without eval_data; CheckpointError when another job still holds the
+    folder after 30 s.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class Checkpoint(Callback):
         self._best = self._best_on_disk = self._new_best = math.inf
         self._monitored_another = False
         self._warned = False
-        self._has_evaluated = self._made_folder = False
+        self._has_evaluated = self._made_folder = self._is_checked = False
+        self._run = ""  # whose files these are: of the run that began to write into the folder
 
     @property
     def folder(self) -> Path:
@@ -113,6 +119,7 @@ class Checkpoint(Callback):
         self._saved_at = time.monotonic()
         self._new_best = math.inf
         self._has_evaluated = trainer.finished  # then no evaluation is to come
+        self._is_checked = False
 
     def on_eval(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
         if self._monitor is None:
@@ -140,6 +147,9 @@ class Checkpoint(Callback):
             or (self._every_epochs is not None and state.epoch_samples == 0 and state.epoch % self._every_epochs == 0)
             or time.monotonic() - self._saved_at >= self._every_seconds
         )
+        if not self._is_checked:  # after the first step, and not when the first file is due
+            self._files.check(trainer.state_dict())
+            self._is_checked = True
         is_best = self._new_best < math.inf
         if not due and not is_best:
             return
@@ -170,25 +180,34 @@ class Checkpoint(Callback):
             self._files.unlock()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"monitor": self._monitor, "mode": self._mode, "best": self._best}
+        return {"monitor": self._monitor, "mode": self._mode, "best": self._best, "run": self._run}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = (state.get("monitor", self._monitor), state.get("mode", self._mode))
         self._monitored_another = saved != (self._monitor, self._mode)  # whose best is not this one's
         self._best = self._best_on_disk = math.inf if self._monitored_another else state["best"]
+        self._run = state.get("run", self._run)
 
     def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
         found, step, begun = self._files.steps(), trainer.state.step, trainer.state.samples > 0
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"Checkpoint: {self.folder} is a file; give it a folder, to be made if need be")
-        if not found or self._has_written(trainer) or (begun and self._files.holds(step, trainer.model)):
+        if not found and not self._has_written(trainer):
+            # What goes on elsewhere from the same file is another run; one from the start has the same files each time.
+            self._run = uuid.uuid4().hex if begun else _identity(trainer)
+        if not found or self._has_written(trainer) or (begun and (self._is_own() or self._files.holds(step, trainer.model))):
             return
         words = f"a run that goes on from step {step} of another folder" if begun else "a new run"
         raise FileExistsError(
             f"{self._files.folder} already holds checkpoints of a run (up to step {max(found)}), and this is {words}: continue "
             f"that one with fit(resume_from={str(self._files.folder)!r}), or give this one another folder"
         )
+
+    def _is_own(self) -> bool:
+        """Whether the folder's files are of the run that is resumed, perhaps from a file that another `Checkpoint` wrote."""
+        states = self._files.callback_states().values()
+        return any(isinstance(state, Mapping) and state.get("run") == self._run for state in states)
 
     def _has_written(self, trainer: DDPTrainer) -> bool:
         return self._written_for is not None and self._written_for() is trainer
@@ -240,6 +259,15 @@ class Checkpoint(Callback):
                 raise
             self._best = min(self._best_on_disk, self._new_best)  # so that the next better one is written
             _log.warning("Checkpoint: the run goes on without a file that could not be written: %s", error)
+
+
+def _identity(trainer: DDPTrainer) -> str:
+    """Of a run by its settings: its config, and those of its optimizer."""
+    settings = [
+        {key: value for key, value in group.items() if key != "params"} | {"shapes": [item.shape for item in group["params"]]}
+        for group in trainer.optimizer.param_groups
+    ]
+    return hashlib.sha256(repr((trainer.config.plain(), settings)).encode()).hexdigest()[:32]
 
 
 def _all_finite(parameters: list[Tensor]) -> bool:

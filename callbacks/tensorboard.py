@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class TensorBoard(Callback):
     def state_dict(self) -> dict[str, Any]:
         # A checkpoint is being taken. A run resumed from it would never write these points again.
         if self._writer is not None:
-            self._writer.flush()
+            with suppress(OSError):  # a log that cannot be written keeps no checkpoint from being; its next line says so
+                self._writer.flush()
         return {}
 
     def _write(self, kind: str, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:

@@ -594,3 +594,31 @@ def test_a_relative_folder_is_that_of_the_place_where_fit_begins(tmp_path: Path,
         monkeypatch.chdir(tmp_path / "work")
         assert trainer.fit(resume_from="run").step == 2 * number
     assert listing(tmp_path / "work" / "run") == [name(2), name(4)]
+
+
+class OddState(Callback):
+    def __init__(self) -> None:
+        self.place: Any = Path("somewhere")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("on_error", ["stop", "warn"])
+def test_what_cannot_be_saved_is_found_after_the_first_step(ranks: Ranks, tmp_path: Path, world_size: int, on_error: Any) -> None:
+    """And not when the first file is due, after hours."""
+
+    def run() -> None:
+        saves = Checkpoint(tmp_path / "run", on_error=on_error)
+        trainer = toy_trainer(40, batch_size=1, callbacks=[saves, OddState()])
+        try:
+            trainer.fit()
+        finally:
+            assert trainer.state.step == 1
+
+    outcomes = ranks.outcomes(world_size, run)
+    assert all(outcome.error is not None and not outcome.timed_out for outcome in outcomes)
+    assert "TypeError" in str(outcomes[0].error)
+    assert "cannot be saved in a checkpoint: callbacks['OddState']['place'] of type pathlib" in outcomes[0].message
+    assert not (tmp_path / "run").exists() or listing(tmp_path / "run") == []

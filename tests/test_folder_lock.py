@@ -401,6 +401,64 @@ def test_a_run_goes_on_in_its_own_folder(ranks: Ranks, tmp_path: Path) -> None:
     assert listing(tmp_path / "b") == [name(7)]
 
 
+class Killed(Exception):
+    pass
+
+
+class Killing(Callback):
+    """An end that writes nothing."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+        if trainer.state.step == self.step:
+            raise Killed
+
+
+def two_folders(root: Path, last: str = "last", keep: str = "keep", **config: Any) -> DDPTrainer:
+    often, rarely = Checkpoint(root / last, every_steps=2, keep_last=1), Checkpoint(root / keep, every_steps=5, keep_last=9)
+    rarely.name = "keep"
+    config["callbacks"] = [*config.pop("watching", []), often, rarely]
+    return toy_trainer(40, batch_size=2, max_steps=12, **config)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("killed_at", [3, 5, 8, 12])
+def test_a_run_with_folders_of_its_own_for_rare_files_goes_on_from_any_of_its_steps(
+    ranks: Ranks, tmp_path: Path, world_size: int, killed_at: int
+) -> None:
+    assert ranks.outcomes(world_size, lambda: two_folders(tmp_path, watching=[Killing(killed_at)]).fit())[0].error is not None
+    assert ranks(world_size, lambda: two_folders(tmp_path).fit(resume_from=tmp_path / "last").step) == [12] * world_size
+    assert listing(tmp_path / "last") == [name(12)]
+    assert listing(tmp_path / "keep") == [name(5), name(10), name(12)]
+
+
+def test_another_continuation_of_the_same_run_gets_no_folder_that_the_first_has_written_in(tmp_path: Path) -> None:
+    """Both begin with what the run had saved; the second would remove the first one's files."""
+    with pytest.raises(Killed):
+        two_folders(tmp_path, watching=[Killing(8)]).fit()
+    start = tmp_path / "last" / name(6)
+    kept = two_folders(tmp_path, "one", "of one", watching=[Killing(12)])
+    with pytest.raises(Killed):
+        kept.fit(resume_from=start)
+    before = listing(tmp_path / "one"), listing(tmp_path / "of one")
+    with pytest.raises(FileExistsError, match="a run that goes on from step 6 of another folder"):
+        two_folders(tmp_path, "one", "of two").fit(resume_from=start)
+    with pytest.raises(FileExistsError, match="a run that goes on from step 6 of another folder"):
+        two_folders(tmp_path, "two", "of one").fit(resume_from=start)
+    assert (listing(tmp_path / "one"), listing(tmp_path / "of one")) == before
+
+
+def test_files_of_before_that_do_not_say_whose_they_are_are_gone_on_from(tmp_path: Path) -> None:
+    run(tmp_path / "a", 4, every_steps=2)
+    for step in (2, 4):
+        content = dict(checkpoint.read(tmp_path / "a" / name(step)))
+        content["callbacks"] = {"Checkpoint": {"monitor": None, "mode": "min", "best": math.inf}}
+        checkpoint.write(tmp_path / "a" / name(step), content)
+    assert run(tmp_path / "a", 6, tmp_path / "a") == 6
+
+
 def test_a_run_goes_on_from_the_best_file_of_its_own_folder(ranks: Ranks, tmp_path: Path) -> None:
     """Of a step whose own file has gone long since."""
 
@@ -498,6 +556,74 @@ def test_a_model_that_saves_under_other_names_does_not_get_another_runs_folder(t
     assert run("b", 0.5, 2, tmp_path / "b") == 8
     with pytest.raises(FileExistsError, match="already holds checkpoints of a run"):
         run("b", 1.0, 2, tmp_path / "a" / name(2))
+
+
+def reading(folder: Path) -> None:
+    """As a backup of the folder does: a lock of POSIX goes when its process closes the file."""
+    (folder / ".lock").read_bytes()
+
+
+@pytest.mark.parametrize("async_write", [False, True])
+def test_a_lock_that_a_hook_has_lost_is_taken_again(job: Start, tmp_path: Path, async_write: bool) -> None:
+    folder, refused = tmp_path / "run", []
+
+    class Asking(Callback):
+        def on_step(self, trainer: DDPTrainer, metrics: Mapping[str, float]) -> None:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":
+                    thread.join()
+            other = job(lambda job: job.say(str(_is_free(folder))))
+            refused.append(other.hear())
+
+    saves = Checkpoint(folder, every_steps=1, async_write=async_write)
+    before = type("Backup", (Callback,), {"on_safe_point": lambda self, trainer: reading(folder)})()
+    toy_trainer(8, batch_size=2, callbacks=[Asking(), before, saves]).fit()
+    assert refused == ["False"] * 4
+
+
+def _is_free(folder: Path) -> bool:
+    with (folder / ".lock").open("r+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("async_write", [False, True])
+def test_a_lock_that_another_job_has_got_meanwhile_ends_the_run(job: Start, tmp_path: Path, async_write: bool) -> None:
+    folder = tmp_path / "run"
+
+    def other(job: Job) -> None:
+        files = CheckpointFolder(folder)
+        files.lock()
+        job.say("in")
+        job.hear()
+
+    class Losing(Callback):
+        def on_safe_point(self, trainer: DDPTrainer) -> None:
+            if trainer.state.step == 2:
+                reading(folder)
+                trainer_folder._held.clear()
+                assert job(other).hear() == "in"
+
+    trainer_folder = trainer.checkpoint_folder
+    files = Checkpoint(folder, every_steps=1, async_write=async_write)
+    with pytest.raises(CheckpointError, match="in use by another job"):
+        toy_trainer(8, batch_size=2, callbacks=[Losing(), files]).fit()
+    assert name(2) not in listing(folder)
+
+
+def test_a_full_disk_leaves_the_lock_without_a_name_but_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = CheckpointFolder(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        files.lock()
+    assert files._lock is not None
+    files.unlock()
 
 
 @pytest.mark.parametrize("async_write", [False, True])

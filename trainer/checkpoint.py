@@ -41,6 +41,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint file that cannot be used: the message names the file and what is wrong with it."""
 
 
+class FormatError(CheckpointError):
+    """A whole file of another version of the format: no older one may take its place."""
+
+
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` to `path`, whole or not at all: a kill or a full disk at any instant leaves an older file as it was.
 
@@ -93,7 +97,7 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         _verify(path)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # verified: the file is in memory now
+        content = _load_verified(path)
     except (CheckpointError, FileNotFoundError, MemoryError):
         raise
     except Exception as error:
@@ -109,14 +113,28 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or "format" not in content:
         raise CheckpointError(f"{path} was not written by DDPTrainer: it holds no 'format'")
     if content["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
+        raise FormatError(f"{path} has format {content['format']}; this version reads format {FORMAT}")
     return {key: part if key == "model" else copy.deepcopy(part) for key, part in content.items()}
+
+
+def _load_verified(path: Path) -> Any:
+    """Mapped, where that is possible: the file is in memory now."""
+    try:
+        return _load(path)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return _load(path, mmap=False)
+
+
+def _load(path: Path, mmap: bool = True) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def peek(path: Path) -> dict[str, Any]:
     """As `read`, of a file that need not be whole to the last byte: only what is looked at is read."""
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = _load(path)
     except Exception as error:
         raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
     return content if isinstance(content, dict) else {}

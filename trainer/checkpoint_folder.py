@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checkpoint, model_keys
-from .checkpoint import UNFINISHED, CheckpointError
+from .checkpoint import UNFINISHED, CheckpointError, FormatError
 from .host_copy import HostCopy
 
 _log = logging.getLogger("trainer")
@@ -52,13 +52,15 @@ class CheckpointFolder:
     def newest(self) -> dict[str, Any] | None:
         """The content of the newest whole step file; damaged ones are named in the log and passed over. None: there is no file.
 
-        Raises CheckpointError when all of them are damaged, OSError for what cannot be read.
+        Raises CheckpointError when all of them are damaged, or the newest is of another format; OSError for what cannot be read.
         """
         passed: set[Path] = set()
         while paths := [path for path in self.steps().values() if path not in passed]:
             passed.add(paths[-1])
             try:
                 return checkpoint.read(paths[-1])
+            except FormatError:
+                raise
             except (CheckpointError, FileNotFoundError) as error:
                 if os.path.lexists(paths[-1]):  # else the run that writes here has just removed it for a newer one
                     _log.error("passed over a damaged checkpoint: %s", error)
@@ -88,6 +90,19 @@ class CheckpointFolder:
                     return True
         return False
 
+    def callback_states(self) -> dict[str, Any]:
+        """What the callbacks had saved, by name, in the newest step file that can be read. Not verified."""
+        for path in reversed(self.steps().values()):
+            with suppress(CheckpointError):
+                saved = checkpoint.peek(path).get("callbacks", {})
+                return saved if isinstance(saved, dict) else {}
+        return {}
+
+    @staticmethod
+    def check(content: Mapping[str, Any]) -> None:
+        """TypeError naming what of a trainer's ``state_dict()`` could not be saved."""
+        checkpoint.check_plain(content)
+
     def write(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write `content` (a trainer's ``state_dict()``) under `name`, whole or not at all; see `checkpoint.write`.
 
@@ -100,8 +115,22 @@ class CheckpointFolder:
                 f"{self.folder} is in use by another job ({holder}): it was removed, and made anew, while this run had it. Use "
                 "another folder"
             )
+        self._lock_again()
         checkpoint.write(path, content)
         return path
+
+    def _lock_again(self) -> None:
+        """A POSIX lock goes when its process closes the file, which whatever copies the folder may do."""
+        if self._lock is None:
+            return
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(self._lock, 200, 0).decode(errors="replace")
+            raise CheckpointError(
+                f"{self.folder} is in use by another job ({holder}), which got in when something in this process opened "
+                f"and closed {_LOCK} there: leave that file out of copies"
+            ) from error
 
     def write_behind(self, content: Mapping[str, Any], work: Callable[[Mapping[str, Any]], None]) -> None:
         """Copy `content`, and let `work`, which calls `write`, have the copy, in a thread, while the caller goes on.
@@ -140,7 +169,7 @@ class CheckpointFolder:
         """Keep every other job out until `unlock`, or until this process ends, however it ends.
 
         Waits up to 30 s for a job that holds the folder. Raises CheckpointError naming it then. The lock is a POSIX one, the
-        process': it also goes when this process opens the lock file a second time and closes that.
+        process': it also goes when this process opens the lock file a second time and closes that. `write` takes it again.
         """
         path, deadline = self.folder / _LOCK, time.monotonic() + _LOCK_WAIT
         if _held.get((os.getpid(), path.resolve()), self) is not self:
@@ -152,8 +181,9 @@ class CheckpointFolder:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which workers that outlive this process inherit
                 if _is_still(path, file):
-                    os.truncate(file, 0)
-                    os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                    with suppress(OSError):  # on a full disk the holder has no name
+                        os.truncate(file, 0)
+                        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
                     self._lock, self._lock_key = file, (os.getpid(), path.resolve())
                     _held[self._lock_key] = self
                     return
