@@ -206,15 +206,21 @@ class _UpdateWatch:
     """Whether an `optimizer_step` of a script's own updates anything, seen over the first steps of a `fit`."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._before = checksum.words(parameters)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._before = self._norms()
         self._was_called = False
         self._hook = optimizer.register_step_post_hook(self._note)
 
     def did_nothing(self) -> bool:
         """Whether the optimizer was left alone and no parameter has changed otherwise. Asked once: ends the watch."""
         self._hook.remove()
-        return not self._was_called and torch.equal(self._before, checksum.words(self._parameters))
+        return not self._was_called and torch.equal(self._before, self._norms())
+
+    def _norms(self) -> Tensor:
+        """Which any update changes, and which need no memory to compute."""
+        return torch.stack(
+            [torch.linalg.vector_norm(parameter.detach()).double() for parameter in self._parameters] or [torch.zeros(())]
+        )
 
     def _note(self, *_: Any) -> None:
         self._was_called = True
