@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -166,6 +167,27 @@ with toy_trainer(8, batch_size=2) as trainer:
     for job in jobs:
         assert job.returncode == 0, job.stderr
         assert job.stdout.split() == ["-7.0", "-7.0"]
+
+
+@pytest.mark.parametrize("launched", ["by torchrun", "by hand"])
+def test_a_port_that_was_given_and_is_taken_ends_the_job_with_its_number(tmp_path: Path, launched: str) -> None:
+    (script := tmp_path / "script.py").write_text("from trainer import World\nWorld.from_env()\nprint('open')\n")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        launcher = (
+            ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"] if launched == "by torchrun" else []
+        )
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+        if not launcher:
+            environment |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, *launcher, str(script)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert done.returncode != 0
+    assert "open" not in done.stdout
+    assert f"port: {port}" in done.stderr
+    assert "address already in use" in done.stderr
 
 
 # Leaving with an error.
