@@ -206,8 +206,8 @@ class Checkpoint(Callback):
 
     def _is_own(self) -> bool:
         """Whether the folder's files are of the run that is resumed, perhaps from a file that another `Checkpoint` wrote."""
-        states = self._files.callback_states().values()
-        return any(isinstance(state, Mapping) and state.get("run") == self._run for state in states)
+        own = self._files.callback_states().get(self.name)
+        return bool(self._run) and isinstance(own, Mapping) and own.get("run") == self._run
 
     def _has_written(self, trainer: DDPTrainer) -> bool:
         return self._written_for is not None and self._written_for() is trainer
