@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import os
@@ -77,7 +76,7 @@ class Checkpoint(Callback):
         self._monitored_another = False
         self._warned = False
         self._has_evaluated = self._made_folder = self._is_checked = False
-        self._run = ""  # whose files these are: of the run that began to write into the folder
+        self._run = ""  # where several serve one run: by which the files of that run are known
 
     @property
     def folder(self) -> Path:
@@ -180,13 +179,14 @@ class Checkpoint(Callback):
             self._files.unlock()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"monitor": self._monitor, "mode": self._mode, "best": self._best, "run": self._run}
+        own = {"run": self._run} if self._run else {}
+        return {"monitor": self._monitor, "mode": self._mode, "best": self._best} | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = (state.get("monitor", self._monitor), state.get("mode", self._mode))
         self._monitored_another = saved != (self._monitor, self._mode)  # whose best is not this one's
         self._best = self._best_on_disk = math.inf if self._monitored_another else state["best"]
-        self._run = state.get("run", self._run)
+        self._run = state.get("run", "")
 
     def _check_folder(self, trainer: DDPTrainer) -> None:
         """FileExistsError when the folder holds checkpoints of a run that this one does not continue."""
@@ -194,8 +194,8 @@ class Checkpoint(Callback):
         if self.folder.exists() and not self.folder.is_dir():
             raise NotADirectoryError(f"Checkpoint: {self.folder} is a file; give it a folder, to be made if need be")
         if not found and not self._has_written(trainer):
-            # What goes on elsewhere from the same file is another run; one from the start has the same files each time.
-            self._run = uuid.uuid4().hex if begun else _identity(trainer)
+            several = sum(isinstance(callback, Checkpoint) for callback in trainer.callbacks) > 1
+            self._run = uuid.uuid4().hex if several else ""  # of one alone a resume finds the file that it goes on from
         if not found or self._has_written(trainer) or (begun and (self._is_own() or self._files.holds(step, trainer.model))):
             return
         words = f"a run that goes on from step {step} of another folder" if begun else "a new run"
@@ -259,15 +259,6 @@ class Checkpoint(Callback):
                 raise
             self._best = min(self._best_on_disk, self._new_best)  # so that the next better one is written
             _log.warning("Checkpoint: the run goes on without a file that could not be written: %s", error)
-
-
-def _identity(trainer: DDPTrainer) -> str:
-    """Of a run by its settings: its config, and those of its optimizer."""
-    settings = [
-        {key: value for key, value in group.items() if key != "params"} | {"shapes": [item.shape for item in group["params"]]}
-        for group in trainer.optimizer.param_groups
-    ]
-    return hashlib.sha256(repr((trainer.config.plain(), settings)).encode()).hexdigest()[:32]
 
 
 def _all_finite(parameters: list[Tensor]) -> bool:

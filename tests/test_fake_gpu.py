@@ -181,7 +181,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "clipping": ({"max_grad_norm": 1.0}, {"reports": REPORTS}),  # the norm, at each report
     "AdamW": ({"make": lambda parameters: AdamW(parameters, fused=True)}, {}),
     "Adagrad": ({"make": Adagrad}, {}),
-    "fp16": ({"precision": "fp16"}, {"precision": STEPS + 2 * SAVES}),
+    "fp16": ({"precision": "fp16"}, {"precision": STEPS + 2 * (SAVES + 1)}),  # and where it is looked at what could be saved
 }
 
 

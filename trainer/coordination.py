@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -36,15 +36,17 @@ class Coordination:
     def _broadcast(self, value: T, device: torch.device) -> T:
         raise NotImplementedError
 
-    @contextmanager
-    def main_first(self, per_node: bool = True) -> Iterator[None]:
+    def main_first(self, per_node: bool = True) -> AbstractContextManager[None]:
         """The block runs on the first rank of each node, then on the others: for downloads and other preparation.
 
         ``per_node=False``: on global rank 0 first, for a file system that all nodes share. An error there is raised on all
         ranks, whose blocks then do not run. Works before and after a trainer is built.
         """
         self.check_usable("World.main_first")
-        goes_first = self.local_rank == 0 if per_node else self.is_main
+        return self._in_turn(self.local_rank == 0 if per_node else self.is_main)
+
+    @contextmanager
+    def _in_turn(self, goes_first: bool) -> Iterator[None]:
         if goes_first:
             with self.together():
                 yield

@@ -222,7 +222,7 @@ class World(Coordination):
             World._kept = self if self._owns_group else None
             self.remote_error = None  # whose traceback holds the trainer
             return
-        if self._wrappers:  # held, or in cycles; without any, a quarter of a second is saved
+        if self.size > 1:  # what cycles hold of a wrapper, even of one that is gone, can abort the process at its end
             gc.collect()
         if self._group_is_open():
             if self.roll_call is not None:
