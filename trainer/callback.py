@@ -54,7 +54,8 @@ class Callback:
         """After the last step of an epoch; means over its samples (in a resumed epoch: since then). Not if it was cut short."""
 
     def on_safe_point(self, trainer: DDPTrainer) -> None:
-        """Once per step, last of all: everything is settled. The only place to write a checkpoint.
+        """After every step, and after an epoch's last window or a stop even if its update was skipped (fp16); last of all, when
+        everything is settled. The only place to write a checkpoint.
 
         A callback that changes its own state here must stand before the one that writes the file: else the change is not in it.
         """

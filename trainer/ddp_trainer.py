@@ -129,8 +129,8 @@ class DDPTrainer(Steps):
         """Train from `state` to the planned end (``epochs`` or ``max_steps``); a finished run takes no step.
 
         `resume_from`: a checkpoint file (missing: FileNotFoundError), or a folder whose newest whole ``step-*.pt`` is taken
-        (empty or missing: a fresh start). Rank 0 alone needs to see it. Raises ValueError for a file of another model, seed, data
-        length, shuffle, drop_last or global batch; CheckpointError for damaged ones. An exception ends the whole job.
+        (empty or missing: a fresh start). Rank 0 alone needs to see it. ValueError for that of another model, optimizer,
+        scheduler, seed, data or global batch; CheckpointError where it, or each in the folder, is damaged. Errors end the job.
 
         Returns `state`, the same on every rank, after every hook of `on_fit_end` has finished.
         """
@@ -199,7 +199,7 @@ class DDPTrainer(Steps):
     def stop(self, reason: str) -> None:
         """Ask all ranks to leave `fit` together. Any rank may ask; outside `fit` it does nothing. SIGTERM and SIGUSR1 ask too.
 
-        They leave after the same step, at which they next agree: within ``log_every`` steps or about two seconds.
+        They leave after the same step, at which they next agree: within ``log_every`` steps or two seconds, whichever is less.
         """
         self._agreement.ask(reason)
 

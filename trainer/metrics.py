@@ -20,7 +20,7 @@ class Mean(NamedTuple):
 
 
 StepOutput = Tensor | Mapping[str, Tensor | float | Mean]
-"""What `training_step` and `eval_step` may return."""
+"""What `training_step` may return; `eval_step` may return metric objects too."""
 
 
 def as_mapping(output: Any, step: str) -> Mapping[str, Tensor | float | Mean]:

@@ -81,6 +81,7 @@ class Steps:
         """Update the parameters from the window's gradients, which are averaged and clipped. Default: ``optimizer.step()``.
 
         The place for what follows every update, such as a moving average of the weights, after ``super().optimizer_step()``.
+        With ``cuda_graph=True`` it is recorded once: numbers in it, such as a decay that follows `state.step`, stay as they were.
         """
         self.optimizer.step()
 
